@@ -1,0 +1,1 @@
+"""Text in, text out: HTTP, schemas, tokenizing, streaming. Never imports torch."""

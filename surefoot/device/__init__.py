@@ -1,0 +1,1 @@
+"""Do: one plan in, one outcome out."""

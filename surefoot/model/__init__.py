@@ -1,0 +1,1 @@
+"""The networks: one page per family, over shared layers."""

@@ -1,0 +1,254 @@
+"""The values that cross boundaries: frozen, torch-free, safe to share by reference.
+
+`core` decides with them, `device` acts on them, `bridge` sends some of them over the wire. Nothing here has behaviour
+beyond construction, so that deciding and doing can be read, and tested, apart.
+
+A sequence is a list of tokens. `computed` of them have keys and values in the KV cache; a step computes some more:
+
+    positions   0 ............ start ............ start+len(tokens)
+                [ in the cache )[ given to this step )
+                                                     ^ the logits of the last one are sampled, if the step reaches
+                                                       the end of what is known of the sequence
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Protocol
+
+import msgspec
+
+PENDING = -1
+"""An input token that a plan still in flight is sampling: the executor reads it from its own token pool."""
+
+
+class Value(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of every frozen value: immutable, compared by content, encodable with msgpack."""
+
+
+class SamplingParams(Value):
+    """How to draw tokens. Names and defaults are vLLM's; `surefoot.sampling.validate` refuses what is out of range.
+
+    `stop` holds strings and is matched above the bridge, where text lives; everything else acts on token ids below it.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+
+    @property
+    def greedy(self) -> bool:
+        """True where the likeliest token is taken and no noise is drawn (vLLM's threshold)."""
+        return self.temperature < 1e-5
+
+
+class Request(Value):
+    """One admitted request, as it crosses the bridge. `params.seed` and `params.max_tokens` are always set here."""
+
+    id: int
+    prompt: bytes
+    """Token ids, int32, little endian."""
+    params: SamplingParams
+    priority: int = 0
+    """Lower is served first, as in vLLM; arrival breaks ties."""
+
+
+class Limits(Value):
+    """What was fitted to the device at start, and what core may plan with."""
+
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    block_size: int
+    num_blocks: int
+    """KV blocks that core may hand out: ids 0 … num_blocks-1. The sink block of padding rows is not among them."""
+    eos_token_ids: tuple[int, ...]
+    depth: int = 1
+    """Plans in flight at once: 1 on CPU, 2 on a GPU."""
+
+
+# ---- one step: core → device ----------------------------------------------------------------------------------------
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One draw from a row's last logits: noise is f(seed, index), index being the position among output tokens."""
+
+    child: int
+    seed: int
+    index: int
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """What one sequence does in one step."""
+
+    request: int
+    child: int
+    epoch: int
+    slot: int
+    """Row of the executor's token pool, held by this sequence while it runs."""
+    start: int
+    tokens: tuple[int, ...]
+    """Inputs for positions start … start+len(tokens); may end in PENDING."""
+    table: tuple[int, ...]
+    """KV block of every position below start+len(tokens), block i holding positions i*block_size …"""
+    known: tuple[int, ...] | None
+    """Tokens below `start`, given where the slot's pool does not hold them yet."""
+    samples: tuple[Sample, ...]
+    params: SamplingParams
+    decoding: bool
+    """True for a proven shape: one token, by a sequence that has emitted before."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return (self.request, self.child)
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One forward pass over the rows of `works`, after the block copies of `copies` (source, destination)."""
+
+    id: int
+    works: tuple[Work, ...]
+    copies: tuple[tuple[int, int], ...] = ()
+    control: bool = False
+    """A control step: one padding row on the sink block, same kernels, no sequence. `works` is empty."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(work.tokens) for work in self.works)
+
+
+# ---- one step: device → core ----------------------------------------------------------------------------------------
+
+
+class Sampled(msgspec.Struct, frozen=True, array_like=True):
+    """One drawn token. Log-probabilities are the raw model's: before penalties, bias and temperature."""
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class RowDone(msgspec.Struct, frozen=True):
+    """Outcome of one row: a token per Sample, or the reason why this row alone is no good (law 11, ROW)."""
+
+    samples: tuple[Sampled, ...] = ()
+    error: str | None = None
+
+
+class StepDone(msgspec.Struct, frozen=True, kw_only=True):
+    """A step that ran; `rows` follows the order of the plan's `works`."""
+
+    plan: int
+    rows: tuple[RowDone, ...]
+    seconds: float = 0.0
+
+
+class FailureKind(enum.Enum):
+    """Law 11: what a step's failure says about the device."""
+
+    OOM = "oom"
+    FAULT = "fault"
+    LOST = "lost"
+
+
+class StepFailed(msgspec.Struct, frozen=True, kw_only=True):
+    """A step that did not run. The device was probed afterwards: LOST means that it is not usable any more."""
+
+    plan: int
+    kind: FailureKind
+    reason: str
+    needed: int | None = None
+    """Bytes that the failed allocation asked for, where the error tells."""
+    free: int | None = None
+    """Bytes free after the failure, once the step's tensors are gone."""
+
+
+class Ticket(msgspec.Struct, frozen=True):
+    """A launched plan; hand it to `collect` once."""
+
+    plan: int
+
+
+class Executor(Protocol):
+    """The device's side of a step. Calls are made in order: every launched plan is collected, oldest first."""
+
+    def launch(self, plan: StepPlan) -> Ticket:
+        """Start a plan. Never raises for a step that fails: the failure is what `collect` returns."""
+        ...
+
+    def collect(self, ticket: Ticket) -> StepDone | StepFailed:
+        """Wait for a launched plan and return its outcome."""
+        ...
+
+    def free_memory(self) -> int:
+        """Bytes that a step could still allocate; read every step, so it must be cheap."""
+        ...
+
+
+# ---- events: core → the API process ---------------------------------------------------------------------------------
+
+
+class Emitted(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """One output token of one child. `finish` is set on the last: "stop" or "length".
+
+    `stop_token` is the id that ended the child (not part of the shown text), `index` the position among its outputs.
+    """
+
+    request: int
+    child: int
+    index: int
+    sampled: Sampled
+    finish: str | None = None
+    stop_token: int | None = None
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A request that ended in an error; none of its children emits again. `kind` names a class of `surefoot.errors`."""
+
+    request: int
+    kind: str
+    message: str
+
+
+Event = Emitted | Failed
+
+
+class Snapshot(Value):
+    """Counts for metrics and health: what the scheduler looked like after a step. Counters only grow."""
+
+    steps: int = 0
+    running: int = 0
+    waiting: int = 0
+    suspects: int = 0
+    blocks_total: int = 0
+    blocks_used: int = 0
+    block_size: int = 0
+    token_budget: int = 0
+    tokens_computed: int = 0
+    tokens_emitted: int = 0
+    preemptions: int = 0
+    steps_oom: int = 0
+    steps_fault: int = 0
+    control_steps: int = 0
+    rows_failed: int = 0
+    requests_failed: int = 0
+    leaks_repaired: int = 0
