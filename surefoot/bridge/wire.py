@@ -131,6 +131,12 @@ def frame(message: ToWorker | FromWorker) -> bytes:
     return HEADER.pack(len(body)) + body
 
 
+def check_length(length: int) -> None:
+    """Raises WireError for a frame longer than MAX_FRAME: the peer does not speak this protocol."""
+    if length > MAX_FRAME:
+        raise WireError(f"A frame claims {length:,} bytes, over the limit of {MAX_FRAME:,}: not this protocol.")
+
+
 def decode_to_worker(body: bytes) -> ToWorker:
     """Raises WireError for anything but a message to the worker."""
     return _decode(_to_worker, body)
@@ -165,8 +171,7 @@ class Unframer:
         bodies, start = [], 0
         while len(self._buffer) - start >= HEADER.size:
             (length,) = HEADER.unpack_from(self._buffer, start)
-            if length > MAX_FRAME:
-                raise WireError(f"A frame claims {length:,} bytes, over the limit of {MAX_FRAME:,}: not this protocol.")
+            check_length(length)
             end = start + HEADER.size + length
             if len(self._buffer) < end:
                 break
