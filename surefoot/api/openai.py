@@ -1,0 +1,316 @@
+"""What a request may say: OpenAI's fields, vLLM's extras, and a 400 that names the field for everything else.
+
+A documented field that does not work yet is declared with the values that ask for nothing (`Only`), so that clients
+which send every default are served, and whoever asks for the feature is told. Fields that cannot change an answer
+here (`user`, `metadata`, …) are accepted with any value of their type.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
+
+import msgspec
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+
+from surefoot.errors import InvalidRequest
+from surefoot.sampling import MAX_LOGPROBS, MAX_N, shown
+from surefoot.types import SamplingParams
+
+MAX_CHOICES: Final = 1024
+"""Prompts × n in one request."""
+
+
+class _UnsupportedError(ValueError):
+    """Turned into the words a caller reads by `_explain`."""
+
+
+def Only(*neutral: object) -> Any:  # noqa: N802 - reads as an annotation
+    """The annotation of a field that is documented but not supported: `neutral` values, and null, ask for nothing."""
+    allowed = (None, *neutral)
+
+    def check(value: object) -> object:
+        if any(type(value) is type(item) and value == item for item in allowed):
+            return value
+        raise _UnsupportedError
+
+    schema = {"description": "Not supported yet; only values that ask for nothing are accepted.", "enum": list(allowed)}
+    return Annotated[Any, BeforeValidator(check), WithJsonSchema(schema)]
+
+
+class Schema(BaseModel):
+    """Strict: no conversion between types, no unknown field."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class StreamOptions(Schema):
+    include_usage: bool | None = None
+    include_obfuscation: Only(False) = None  # type: ignore[valid-type]
+    continuous_usage_stats: Only(False) = None  # type: ignore[valid-type]
+
+
+def _stop(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+class Sampling(Schema):
+    """Fields that both generating endpoints share. Null means: not given."""
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: Annotated[list[str] | None, BeforeValidator(_stop, json_schema_input_type=str | list[str] | None)] = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    _plain: ClassVar[tuple[str, ...]] = (
+        "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+        "frequency_penalty", "seed", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
+    )  # fmt: skip
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def check(self) -> None:
+        """What no single field can tell. Raises InvalidRequest."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options is only allowed with stream=true.", param="stream_options")
+
+    def params(self) -> SamplingParams:
+        """As given: `surefoot.sampling.validate` has the last word on ranges. Unset `max_tokens` stays None."""
+        given: dict[str, Any] = {name: value for name in self._plain if (value := getattr(self, name)) is not None}
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            logprobs=self.alternatives(),
+            logit_bias=tuple((self.logit_bias or {}).items()),  # type: ignore[arg-type]  # ids are strings in JSON
+            stop=tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            **given,
+        )
+
+    def alternatives(self) -> int | None:
+        """Likeliest alternatives to report per token; None: no log-probabilities at all."""
+        raise NotImplementedError
+
+
+# ---- chat -----------------------------------------------------------------------------------------------------------
+
+
+class TextPart(Schema):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Schema):
+    """One turn. `developer` is OpenAI's newer name for `system`."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    name: str | None = None
+    refusal: Only() = None  # type: ignore[valid-type]
+    audio: Only() = None  # type: ignore[valid-type]
+    annotations: Only([]) = None  # type: ignore[valid-type]
+    function_call: Only() = None  # type: ignore[valid-type]
+    tool_calls: Only([]) = None  # type: ignore[valid-type]
+
+    def turn(self) -> dict[str, str]:
+        """As chat templates take it; parts of text are joined by newlines, as vLLM does."""
+        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        turn = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        return turn if self.name is None else turn | {"name": self.name}
+
+
+Messages = Annotated[list[Message], Field(min_length=1)]
+
+
+class ChatRequest(Sampling):
+    messages: Messages
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_generation_prompt: bool | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    parallel_tool_calls: bool | None = None
+    audio: Only() = None  # type: ignore[valid-type]
+    function_call: Only("none") = None  # type: ignore[valid-type]
+    functions: Only([]) = None  # type: ignore[valid-type]
+    modalities: Only(["text"]) = None  # type: ignore[valid-type]
+    moderation: Only() = None  # type: ignore[valid-type]
+    prediction: Only() = None  # type: ignore[valid-type]
+    prompt_cache_options: Only() = None  # type: ignore[valid-type]
+    reasoning_effort: Only("none") = None  # type: ignore[valid-type]
+    response_format: Only({"type": "text"}) = None  # type: ignore[valid-type]
+    tool_choice: Only("none", "auto") = None  # type: ignore[valid-type]
+    tools: Only([]) = None  # type: ignore[valid-type]
+    verbosity: Only("medium") = None  # type: ignore[valid-type]
+    web_search_options: Only() = None  # type: ignore[valid-type]
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs=true.", param="top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise InvalidRequest(
+                f"max_completion_tokens={self.max_completion_tokens} and its older name max_tokens={self.max_tokens} "
+                "disagree; give one of them.",
+                param="max_completion_tokens",
+            )
+
+    def params(self) -> SamplingParams:
+        params = super().params()
+        if self.max_completion_tokens is None:
+            return params
+        return msgspec.structs.replace(params, max_tokens=self.max_completion_tokens)
+
+    def alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+# ---- completions ----------------------------------------------------------------------------------------------------
+
+Prompt = str | list[int]
+"""One prompt: text, or token ids."""
+
+
+def _prompt(value: object) -> list[Prompt]:
+    """A string, a list of strings, token ids, or a list of token-id lists → a list of prompts."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists, not empty")
+    kinds = set(map(type, value))
+    if kinds == {int}:
+        return [value]
+    if kinds == {str} or (kinds == {list} and all(set(map(type, item)) == {int} for item in value)):
+        return value
+    raise ValueError("must hold strings, token ids or lists of token ids (of one kind, none of them empty)")
+
+
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}},
+        {"type": "array", "items": {"type": "integer"}},
+        {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+    ]
+}
+
+
+class CompletionRequest(Sampling):
+    prompt: Annotated[Any, BeforeValidator(_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    echo: Only(False) = None  # type: ignore[valid-type]
+    suffix: Only("") = None  # type: ignore[valid-type]
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        prompts: list[Prompt] = self.prompt
+        return prompts
+
+    def check(self) -> None:
+        super().check()
+        n = self.n or 1
+        if self.best_of is not None and self.best_of != n:
+            raise InvalidRequest(f"best_of is not supported yet; leave it out or give n={n}.", param="best_of")
+        if len(self.prompts) * n > MAX_CHOICES:
+            raise InvalidRequest(
+                f"prompt holds {len(self.prompts):,} prompts of n={n} choices each; a request may ask for "
+                f"{MAX_CHOICES:,} choices in all. Send several requests.",
+                param="prompt",
+            )
+
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+
+# ---- tokens ---------------------------------------------------------------------------------------------------------
+
+
+class TokenizeRequest(Schema):
+    """Either `prompt` or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+    def check(self) -> None:
+        """Raises InvalidRequest."""
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("Give either prompt or messages.", param="prompt")
+
+
+class DetokenizeRequest(Schema):
+    model: str | None = None
+    tokens: list[int]
+
+
+_S = TypeVar("_S", bound=Schema)
+
+
+def parse(schema: type[_S], body: dict[str, Any]) -> _S:
+    """A body as `schema`. Raises InvalidRequest whose `param` is the first field at fault."""
+    try:
+        return schema.model_validate(body)
+    except ValidationError as error:
+        raise _explain(schema, error) from None
+
+
+def _explain(schema: type[Schema], error: ValidationError) -> InvalidRequest:
+    """The most telling of pydantic's findings, in a sentence: where a union fails, the member that came furthest."""
+    found = error.errors(include_url=False)
+    first = max((item for item in found if item["loc"][:1] == found[0]["loc"][:1]), key=lambda item: len(item["loc"]))
+    path = _path(first["loc"])
+    field = str(first["loc"][0]) if first["loc"] else None
+    if first["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(path, schema.model_fields, n=1)
+        tip = f"Did you mean {near[0]}?" if near else "The fields are listed under /docs."
+        return InvalidRequest(f"{path} is not a field that this server knows. {tip}", param=field)
+    if first["type"] == "missing":
+        return InvalidRequest(f"{path} is required.", param=field)
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, _UnsupportedError):
+        return InvalidRequest(f"{path} is not supported yet, got {shown(first['input'])}; leave it out.", param=field)
+    rule = str(cause) if cause else first["msg"][0].lower() + first["msg"][1:]
+    return InvalidRequest(f"{path}: {rule}, got {shown(first['input'])}.", param=field)
+
+
+def _path(loc: tuple[int | str, ...]) -> str:
+    """`("messages", 0, "role")` → `messages[0].role`; names of union members are left out."""
+    path = ""
+    for step in loc:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif not path:
+            path = shown(step)[1:-1]
+        elif step.isidentifier() and step not in ("str", "int", "float"):
+            path += f".{step}"
+    return path
