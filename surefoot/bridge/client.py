@@ -206,11 +206,11 @@ class EngineClient:
         await asyncio.to_thread(self._worker.reap, REAP_SECONDS)
         await self._close()
 
-    async def drain(self, timeout: float) -> bool:
-        """Refuse new requests and wait for the running ones; True if all finished within `timeout` seconds."""
+    async def drain(self, seconds: float) -> bool:
+        """Refuse new requests and wait for the running ones; True if all finished within `seconds`."""
         self.draining = True
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(seconds):
                 await self._idle.wait()
         except TimeoutError:
             return False
