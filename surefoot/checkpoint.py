@@ -46,7 +46,7 @@ def find(model: str, *, weights: bool = True) -> Checkpoint:
     if path.suffix in _PICKLES:
         raise _pickled(str(path))
     raise CheckpointError(
-        f"{path} is not a model: a file must be a *.gguf; for safetensors name the directory that holds config.json too."
+        f"{path} is not a model: a file must be a *.gguf; for safetensors name the directory with config.json."
     )
 
 
