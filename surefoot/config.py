@@ -38,7 +38,7 @@ def format_bytes(count: float) -> str:
     return f"{count / KIB:.0f} KiB" if abs(count) >= KIB else f"{count:.0f} B"
 
 
-class EngineConfig(Value):
+class EngineConfig(Value, frozen=True, kw_only=True):
     """What the worker needs to know. `None` means: fit it to the device (see `plan.plan_memory`)."""
 
     model: str = "smollm2"
@@ -64,7 +64,7 @@ class EngineConfig(Value):
     log_level: str = "info"
 
 
-class ServerConfig(Value):
+class ServerConfig(Value, frozen=True, kw_only=True):
     """What the HTTP side needs to know."""
 
     host: str = "127.0.0.1"

@@ -23,10 +23,10 @@ PENDING = -1
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of every frozen value: immutable, compared by content, encodable with msgpack."""
+    """Base of frozen values: immutable, compared by content, encodable. Subclasses say `frozen` and `kw_only` again."""
 
 
-class SamplingParams(Value):
+class SamplingParams(Value, frozen=True, kw_only=True):
     """How to draw tokens. Names and defaults are vLLM's; `surefoot.sampling.validate` refuses what is out of range.
 
     `stop` holds strings and is matched above the bridge, where text lives; everything else acts on token ids below it.
@@ -57,7 +57,7 @@ class SamplingParams(Value):
         return self.temperature < 1e-5
 
 
-class Request(Value):
+class Request(Value, frozen=True, kw_only=True):
     """One admitted request, as it crosses the bridge. `params.seed` and `params.max_tokens` are always set here."""
 
     id: int
@@ -68,7 +68,7 @@ class Request(Value):
     """Lower is served first, as in vLLM; arrival breaks ties."""
 
 
-class Limits(Value):
+class Limits(Value, frozen=True, kw_only=True):
     """What was fitted to the device at start, and what core may plan with."""
 
     max_model_len: int
@@ -232,7 +232,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 Event = Emitted | Failed
 
 
-class Snapshot(Value):
+class Snapshot(Value, frozen=True, kw_only=True):
     """Counts for metrics and health: what the scheduler looked like after a step. Counters only grow."""
 
     steps: int = 0

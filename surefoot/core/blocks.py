@@ -1,0 +1,149 @@
+"""KV blocks: who holds them, and the lease under which a step borrows new ones.
+
+Every block is accounted for (law 2). With `refs(b)` counting the sequences and leases that hold b:
+
+    refs > 0                    held
+    refs = 0, mapped            free, or in limbo while a plan still in flight may name it
+    refs = 0, past the limit    unmapped: never handed out
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Collection, Iterable
+
+Key = tuple[int, int]
+"""(request, child): names a sequence everywhere in core."""
+
+
+class BlockPool:
+    """Counts holders of each block and hands out free ones, lowest id first so that the tail can be given back."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.capacity = num_blocks
+        self._refs = [0] * num_blocks
+        self._free = list(range(num_blocks))  # a heap: sorted is one
+        self._limbo: deque[tuple[int, int]] = deque()  # (newest plan in flight when it was dropped, block)
+        self._in_flight: list[int] = []  # plan ids, oldest first
+
+    @property
+    def free(self) -> int:
+        """Blocks that can be taken now."""
+        return len(self._free)
+
+    @property
+    def limbo(self) -> int:
+        """Blocks that become free when the plans in flight retire."""
+        return len(self._limbo)
+
+    @property
+    def used(self) -> int:
+        """Mapped blocks that are not free."""
+        return self.capacity - len(self._free)
+
+    def take(self, count: int) -> tuple[int, ...] | None:
+        """`count` blocks with one holder each, or None and nothing taken."""
+        if count > len(self._free):
+            return None
+        blocks = tuple(heapq.heappop(self._free) for _ in range(count))
+        for block in blocks:
+            self._refs[block] = 1
+        return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more holder for each block."""
+        for block in blocks:
+            self._refs[block] += 1
+
+    def shared(self, block: int) -> bool:
+        """True where more than one sequence holds the block, so that nobody may write in it."""
+        return self._refs[block] > 1
+
+    def drop(self, blocks: Iterable[int]) -> None:
+        """One holder less for each block; the last to leave frees it, by way of limbo while plans are in flight."""
+        for block in blocks:
+            self._refs[block] -= 1
+            if self._refs[block] > 0:
+                continue
+            if self._in_flight:
+                self._limbo.append((self._in_flight[-1], block))
+            else:
+                self._release(block)
+
+    def launched(self, plan: int) -> None:
+        """From here to `retired(plan)` the device may touch any block that was held until now."""
+        self._in_flight.append(plan)
+
+    def retired(self, plan: int) -> None:
+        """The device is done with `plan`; blocks that waited for it, and for no other, become free."""
+        self._in_flight.remove(plan)
+        oldest = self._in_flight[0] if self._in_flight else None
+        while self._limbo and (oldest is None or self._limbo[0][0] < oldest):
+            self._release(self._limbo.popleft()[1])
+
+    def resize(self, capacity: int) -> None:
+        """Map more or fewer blocks. Shrinking needs an empty pipeline and no holder past the new capacity."""
+        if capacity < self.capacity:
+            assert not (self._limbo or any(self._refs[capacity:])), "blocks past the new capacity are still held"
+            self._free = [block for block in self._free if block < capacity]
+            heapq.heapify(self._free)
+            del self._refs[capacity:]
+        for block in range(self.capacity, capacity):
+            self._refs.append(0)
+            heapq.heappush(self._free, block)
+        self.capacity = capacity
+
+    def faults(self, held: Counter[int]) -> list[str]:
+        """What does not add up, given how many hold each block; empty when all is well."""
+        free, limbo = Counter(self._free), Counter(block for _, block in self._limbo)
+        return [
+            f"block {block}: refs {self._refs[block]}, holders {held[block]}, free {free[block]}, limbo {limbo[block]}"
+            for block in range(self.capacity)
+            if self._refs[block] != held[block] or free[block] + limbo[block] != (self._refs[block] == 0)
+        ]
+
+    def repair(self, held: Counter[int]) -> None:
+        """Make the books agree with the holders; only for an empty pipeline, after `faults` found something."""
+        self._refs = [held[block] for block in range(self.capacity)]
+        self._free = [block for block in range(self.capacity) if not held[block]]
+        self._limbo.clear()
+
+    def _release(self, block: int) -> None:
+        heapq.heappush(self._free, block)
+
+
+class Lease:
+    """The blocks that one plan borrowed. Ends once, in `keep` (commit) or `release` (rollback)."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._fresh: dict[Key, tuple[int, ...]] | None = {}
+
+    def take(self, key: Key, count: int) -> tuple[int, ...] | None:
+        """`count` fresh blocks for one row, or None where the pool has fewer."""
+        assert self._fresh is not None, "this lease has ended"
+        blocks = self._pool.take(count)
+        if blocks:
+            self._fresh[key] = self._fresh.get(key, ()) + blocks
+        return blocks
+
+    def keep(self, keys: Collection[Key]) -> None:
+        """Hand the blocks of `keys` to their sequences, which now hold them; give the rest back."""
+        for key, blocks in self._end().items():
+            if key not in keys:
+                self._pool.drop(blocks)
+
+    def release(self) -> None:
+        """Give every block back."""
+        self.keep(())
+
+    def held(self) -> Iterable[int]:
+        """Blocks under this lease now."""
+        for blocks in (self._fresh or {}).values():
+            yield from blocks
+
+    def _end(self) -> dict[Key, tuple[int, ...]]:
+        assert self._fresh is not None, "a lease ends once"
+        fresh, self._fresh = self._fresh, None
+        return fresh

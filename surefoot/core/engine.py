@@ -1,0 +1,210 @@
+"""The loop that joins deciding and doing: make_room → plan → launch … collect → commit | rollback.
+
+A step is a transaction. What `launch` does shows up only in what `collect` returns; a failure rolls back that plan and
+all later ones, newest first, and becomes a question for `blame`. Time is passed in, and nothing here sleeps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from surefoot.config import format_bytes
+from surefoot.core.blame import STRIKES, Blame, Kind, Turn
+from surefoot.core.blocks import Key, Lease
+from surefoot.core.scheduler import Scheduler
+from surefoot.core.stats import Counters
+from surefoot.types import (
+    Event,
+    Executor,
+    FailureKind,
+    Limits,
+    Request,
+    Snapshot,
+    StepDone,
+    StepFailed,
+    StepPlan,
+    Ticket,
+)
+
+
+class DeviceLost(Exception):
+    """The device does not answer any more: this process cannot serve with it (law 11, LOST)."""
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A launched plan and what it needs at its end."""
+
+    plan: StepPlan
+    turn: Turn
+    lease: Lease
+    ticket: Ticket
+
+
+class Engine:
+    """One executor, one scheduler, at most `limits.depth` plans in flight. Not thread-safe; one loop owns it."""
+
+    def __init__(self, executor: Executor, limits: Limits) -> None:
+        self._executor = executor
+        self._limits = limits
+        self._counters = Counters()
+        self._scheduler = Scheduler(limits, self._counters)
+        self._blame = Blame(limits.block_size)
+        self._in_flight: list[InFlight] = []
+        self._last_plan = 0
+        self._last_failure: StepFailed | None = None
+
+    # ---- from the bridge ---------------------------------------------------------------------------------------------
+
+    def add(self, request: Request, now: float) -> None:
+        """Queue a request. It ends in events: one that can never run gets its error from the next `step`."""
+        self._scheduler.add(request)
+
+    def cancel(self, request: int, child: int | None = None) -> None:
+        """Drop a request, or one child of it. Unknown ids are ignored: it may just have finished."""
+        self._scheduler.cancel(request, child)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether calling `step` can still lead to anything."""
+        return self._scheduler.has_work or bool(self._in_flight)
+
+    def idle_until(self, now: float) -> float | None:
+        """The time before which `step` cannot run anything (the card is full), or None to step again at once."""
+        return self._blame.wait_until if now < self._blame.wait_until else None
+
+    def step(self, now: float) -> list[Event]:
+        """Launch what may run, collect the oldest plan, return what happened. Raises DeviceLost."""
+        while len(self._in_flight) < self._depth and (launched := self._launch(now)) is not None:
+            self._in_flight.append(launched)
+        if self._in_flight:
+            self._collect(now)
+        return self._scheduler.take_events()
+
+    def snapshot(self) -> Snapshot:
+        """Counts as of now."""
+        pool = self._scheduler.pool
+        return Snapshot(
+            running=len(self._scheduler.running),
+            waiting=self._scheduler.waiting,
+            suspects=self._blame.suspects,
+            blocks_total=pool.capacity,
+            blocks_used=pool.used,
+            block_size=self._limits.block_size,
+            token_budget=self._scheduler.budget.tokens,
+            **self._counters.values(),
+        )
+
+    def resize(self, capacity: int, now: float) -> list[Event]:
+        """Change the number of KV blocks (ids 0 … capacity-1) and return what happened while the pipeline drained."""
+        while self._in_flight:
+            self._collect(now)
+        self._scheduler.resize(capacity)
+        return self._scheduler.take_events()
+
+    def faults(self) -> list[str]:
+        """What does not add up in the block books (law 2); empty when all is well."""
+        scheduler = self._scheduler
+        return scheduler.pool.faults(scheduler.holders(flight.lease for flight in self._in_flight))
+
+    def check_when_idle(self) -> list[str]:
+        """With nothing in flight: repair the block books if they do not add up, count it, say what was found."""
+        found = self.faults()
+        if found:
+            self._scheduler.pool.repair(self._scheduler.holders(()))
+            self._counters.leaks_repaired += 1
+        return found
+
+    # ---- launch ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _depth(self) -> int:
+        return 1 if self._blame.active else self._limits.depth
+
+    def _launch(self, now: float) -> InFlight | None:
+        if now < self._blame.wait_until:
+            return None
+        for turn in self._blame.turns(self._scheduler.lives, self._scheduler.runs):
+            if (planned := self._plan(turn, now)) is not None:
+                plan, lease = planned
+                self._last_plan = plan.id
+                self._scheduler.pool.launched(plan.id)
+                return InFlight(plan, turn, lease, self._executor.launch(plan))
+        return None
+
+    def _plan(self, turn: Turn, now: float) -> tuple[StepPlan, Lease] | None:
+        plan_id, scheduler = self._last_plan + 1, self._scheduler
+        if turn.kind is Kind.CONTROL:
+            return StepPlan(id=plan_id, works=(), control=True), Lease(scheduler.pool)
+        scheduler.budget.grow(now=now, free=self._executor.free_memory())
+        in_flight = [flight.plan for flight in self._in_flight]
+        scheduler.make_room(scheduler.ahead(in_flight))
+        return scheduler.plan(plan_id, turn, scheduler.ahead(in_flight))
+
+    # ---- collect -----------------------------------------------------------------------------------------------------
+
+    def _collect(self, now: float) -> None:
+        oldest = self._in_flight.pop(0)
+        outcome = self._executor.collect(oldest.ticket)
+        self._scheduler.pool.retired(oldest.plan.id)
+        if isinstance(outcome, StepDone):
+            self._commit(oldest, outcome, now)
+        else:
+            self._rollback(oldest, outcome, now)
+
+    def _commit(self, flight: InFlight, done: StepDone, now: float) -> None:
+        self._count_step(flight.plan)
+        self._scheduler.commit(flight.plan, flight.lease, done.rows)
+        self._scheduler.budget.committed(flight.plan.tokens, now=now)
+        self._blame.committed(flight.turn, flight.plan, now)
+        if self._blame.convicted is not None:
+            self._fail(self._blame.convicted)
+            self._blame.convicted = None
+
+    def _rollback(self, flight: InFlight, failure: StepFailed, now: float) -> None:
+        """Undo this plan and every later one, newest first; then ask who it was."""
+        for later in self._in_flight:
+            self._executor.collect(later.ticket)
+            self._scheduler.pool.retired(later.plan.id)
+        for each in reversed([flight, *self._in_flight]):
+            self._scheduler.rollback(each.lease)
+        self._in_flight.clear()
+        if failure.kind is FailureKind.LOST:
+            raise DeviceLost(failure.reason)
+        self._count_step(flight.plan, failure)
+        if failure.kind is FailureKind.OOM and not flight.plan.control:
+            self._scheduler.budget.failed(flight.plan.tokens, now=now, free=failure.free, needed=failure.needed)
+        self._last_failure = failure if not flight.plan.control else self._last_failure
+        if self._blame.failed(flight.turn, flight.plan, now):
+            self._scheduler.preempt_newest()
+
+    def _count_step(self, plan: StepPlan, failure: StepFailed | None = None) -> None:
+        counters = self._counters
+        counters.steps += 1
+        counters.control_steps += plan.control
+        if failure is not None:
+            counters.steps_oom += failure.kind is FailureKind.OOM
+            counters.steps_fault += failure.kind is FailureKind.FAULT
+
+    def _fail(self, key: Key) -> None:
+        """A suspect with five strikes: it fails alone, and what it taught the budget is forgotten."""
+        failure = self._last_failure
+        assert failure is not None
+        self._scheduler.budget.forget()
+        tried = (
+            f"It was tried alone, {STRIKES} times, with the smallest step of {self._limits.block_size} tokens, while"
+        )
+        if failure.kind is FailureKind.FAULT:
+            message = f"This request makes every step fail. {tried} other work ran. The error was: {failure.reason}"
+            self._scheduler.fail(key[0], "engine_failure", message)
+            return
+        numbers = "".join(
+            f" {what} {format_bytes(amount)}."
+            for what, amount in (("Needed:", failure.needed), ("Free:", failure.free))
+            if amount is not None
+        )
+        message = (
+            f"This request does not fit in memory. {tried} other work fitted.{numbers} Send a shorter prompt, ask for "
+            "fewer tokens, or give the server more memory."
+        )
+        self._scheduler.fail(key[0], "insufficient_memory", message)

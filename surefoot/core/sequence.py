@@ -1,0 +1,85 @@
+"""One sequence: its tokens, how many of them are computed, and the blocks that hold them.
+
+tokens    [ prompt ............ | emitted ........ ]
+computed  [ in the KV cache ....... )[ owed ......  )
+                                      1 owed: decode; more: prefill (also after a preemption)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from dataclasses import dataclass, field
+
+from surefoot.core.blocks import Key
+from surefoot.types import Request, Sample, SamplingParams
+
+
+def child_seed(seed: int, child: int) -> int:
+    """Seed of child i of n: the request's own for the first, hash(seed, i) for the others (law 5)."""
+    if child == 0:
+        return seed
+    digest = hashlib.blake2b(seed.to_bytes(8, "little") + child.to_bytes(4, "little"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A prompt and one continuation of it. Only the scheduler's transitions write it."""
+
+    request: Request
+    child: int
+    arrival: int
+    tokens: list[int]
+    prompt_length: int
+    seed: int
+    forks: int
+    """Children still to be split off when the prompt is computed."""
+    computed: int = 0
+    table: tuple[int, ...] = ()
+    slot: int | None = None
+    """Row of the executor's token pool while running; None while waiting."""
+    loaded: bool = True
+    """Whether the pool's row holds every token below `computed`."""
+    epoch: int = 0
+    served: int = 0
+    """The last plan that computed tokens for it."""
+    key: Key = field(init=False)
+    params: SamplingParams = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.key = (self.request.id, self.child)
+        self.params = self.request.params
+
+    @classmethod
+    def of(cls, request: Request, arrival: int) -> Sequence:
+        """Child 0 of a new request."""
+        prompt = array("i")
+        prompt.frombytes(request.prompt)
+        seed = request.params.seed
+        assert seed is not None, "a seed is drawn at admission"
+        return cls(request, 0, arrival, prompt.tolist(), len(prompt), seed, request.params.n - 1)
+
+    def fork(self, child: int, token: int) -> Sequence:
+        """Child `child`, whose first token is `token`; it holds no blocks yet."""
+        tokens = [*self.tokens[: self.prompt_length], token]
+        return Sequence(
+            self.request, child, self.arrival, tokens, self.prompt_length, child_seed(self.seed, child), forks=0
+        )
+
+    @property
+    def emitted(self) -> int:
+        """Output tokens so far."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def running(self) -> bool:
+        return self.slot is not None
+
+    def samples(self, pending: int) -> tuple[Sample, ...]:
+        """The draws from the logits of the last token, `pending` of which are still in flight."""
+        own = Sample(self.child, self.seed, self.emitted + pending)
+        if not self.forks or pending:
+            return (own,)
+        others = range(self.child + 1, self.child + 1 + self.forks)
+        return (own, *(Sample(child, child_seed(self.seed, child), 0) for child in others))
