@@ -88,6 +88,11 @@ def validate(params: SamplingParams, *, token_count: int) -> SamplingParams:
     return msgspec.structs.replace(params, **fields)
 
 
+def draw_seed() -> int:
+    """A seed in 0 … 2^64-1 for a request that names none."""
+    return secrets.randbits(64)
+
+
 def shown(value: object, limit: int = 80) -> str:
     """A value as an error message may quote it: short, printable, encodable."""
     text = ascii(value) if not isinstance(value, int) or isinstance(value, bool) else _shown_int(value)
@@ -131,7 +136,7 @@ def _top_p(value: object) -> float:
 
 def _seed(seed: int | None) -> int:
     if seed is None or seed == -1:
-        return secrets.randbits(64)
+        return draw_seed()
     return seed % (1 << 64)
 
 

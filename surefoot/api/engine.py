@@ -1,0 +1,42 @@
+"""What the API needs of the engine: `bridge.client.EngineClient` has it, and so has the fake one in tests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from surefoot.types import Emitted, Limits, SamplingParams, Snapshot
+
+
+class Handle(Protocol):
+    """One admitted request: what each step emitted, all children together; iterating raises RequestError on failure."""
+
+    def __aiter__(self) -> AsyncIterator[list[Emitted]]: ...
+
+    def cancel(self, child: int | None = None) -> None:
+        """Drop one child, or all. Nothing that is already done minds."""
+        ...
+
+
+class Info(Protocol):
+    """What was fitted to the device at start."""
+
+    @property
+    def limits(self) -> Limits: ...
+
+
+class Engine(Protocol):
+    """Admits requests and tells how it is."""
+
+    snapshot: Snapshot
+    draining: bool
+
+    @property
+    def info(self) -> Info: ...
+
+    @property
+    def alive(self) -> bool: ...
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0) -> Handle:
+        """Admit a request with `seed` and `max_tokens` set. Raises Overloaded or EngineFailure."""
+        ...

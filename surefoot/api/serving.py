@@ -1,0 +1,304 @@
+"""From a checked request to text: tokenize, fit into the context, admit, and turn what the engine emits into deltas.
+
+    prompt i of P, child c of n  →  choice i·n + c
+
+One prompt is one request of the engine. A failing child fails its request, and a failing request fails the whole HTTP
+request: the others are cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from surefoot.api.detok import Detokenizer
+from surefoot.api.engine import Engine, Handle
+from surefoot.api.metrics import Metrics
+from surefoot.api.openai import ChatRequest, CompletionRequest, Prompt, TokenizeRequest
+from surefoot.api.tokenizer import Tokenizer
+from surefoot.errors import InvalidRequest, NotFound, Overloaded
+from surefoot.sampling import check_token_ids, draw_seed, shown, validate
+from surefoot.types import Emitted, Sampled, SamplingParams, Value
+
+RETRY_AFTER: Final = 5
+"""Seconds after which a refused client may come again."""
+COMPLETION_MAX_TOKENS: Final = 16
+"""OpenAI's default for completions; chat fills the context."""
+
+_T = TypeVar("_T")
+
+
+class Job(Value):
+    """What to generate: each prompt with its own parameters, alike but for `max_tokens` and a drawn seed."""
+
+    prompts: tuple[tuple[list[int], SamplingParams], ...]
+    priority: int
+    arrival: float
+    """Monotonic seconds, before tokenizing."""
+
+    @property
+    def n(self) -> int:
+        return self.prompts[0][1].n
+
+    @property
+    def choices(self) -> int:
+        return len(self.prompts) * self.n
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(ids) for ids, _ in self.prompts)
+
+
+class Delta(msgspec.Struct):
+    """What one choice gained: `text` is final, `tokens` are all that were counted, shown or not."""
+
+    choice: int
+    text: str = ""
+    tokens: list[Sampled] = []
+    finish: str | None = None
+    stop_reason: str | int | None = None
+
+
+class Serving:
+    """The API's state: engine, tokenizer, limits and the names of the model."""
+
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, metrics: Metrics, *, names: Sequence[str], max_preparing: int
+    ) -> None:
+        self.engine, self.tokenizer, self.metrics = engine, tokenizer, metrics
+        self.names = tuple(names)
+        self._preparing = 0
+        self._max_preparing = max_preparing
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.info.limits.max_model_len
+
+    def check_open(self) -> None:
+        """Raises Overloaded where a new request would not be served."""
+        if self.engine.draining:
+            raise Overloaded("The server is shutting down and takes no new requests.", retry_after=RETRY_AFTER)
+        if not self.engine.alive:
+            raise Overloaded("The engine is not running.", retry_after=RETRY_AFTER)
+
+    def check_model(self, model: str | None) -> str:
+        """The name to answer with; the first one for a request that names none. Raises NotFound."""
+        if model is None:
+            return self.names[0]
+        if model not in self.names:
+            raise NotFound(
+                f"The model {shown(model)} does not exist. This server has {', '.join(self.names)}.", param="model"
+            )
+        return model
+
+    # ---- preparing --------------------------------------------------------------------------------------------------
+
+    async def chat_job(self, request: ChatRequest, arrival: float) -> Job:
+        """Render, tokenize and fit a chat. Raises RequestError."""
+        params = validate(request.params(), token_count=self.tokenizer.token_count)
+        self.check_model(request.model)
+        turns = [message.turn() for message in request.messages]
+        generation = request.add_generation_prompt is not False
+        special = request.add_special_tokens is True
+        ids = await self._prepare(lambda: self._chat_ids(turns, generation=generation, special=special))
+        return Job(
+            prompts=((ids, self._fit(ids, params, default=None)),), priority=request.priority or 0, arrival=arrival
+        )
+
+    async def completion_job(self, request: CompletionRequest, arrival: float) -> Job:
+        """Tokenize and fit the prompts of a completion. Raises RequestError."""
+        params = validate(request.params(), token_count=self.tokenizer.token_count)
+        self.check_model(request.model)
+        special = request.add_special_tokens is not False
+        prompts = await self._prepare(lambda: [self._prompt_ids(prompt, special=special) for prompt in request.prompts])
+        fitted = [(ids, self._fit(ids, params, default=COMPLETION_MAX_TOKENS)) for ids in prompts]
+        if request.seed is None:  # otherwise prompts that are alike would get texts that are alike
+            fitted[1:] = [(ids, msgspec.structs.replace(each, seed=draw_seed())) for ids, each in fitted[1:]]
+        return Job(prompts=tuple(fitted), priority=request.priority or 0, arrival=arrival)
+
+    async def tokenize(self, request: TokenizeRequest) -> list[int]:
+        """The ids of a text or of a chat; without a limit on their number but the body's."""
+        self.check_model(request.model)
+        if request.messages is not None:
+            turns = [message.turn() for message in request.messages]
+            generation = request.add_generation_prompt is not False
+            text = await self._prepare(lambda: self.tokenizer.render_chat(turns, add_generation_prompt=generation))
+            special = request.add_special_tokens is True
+        else:
+            text, special = request.prompt or "", request.add_special_tokens is not False
+        return await self._prepare(lambda: self.tokenizer.encode(text, add_special_tokens=special))
+
+    async def _prepare(self, work: Callable[[], _T]) -> _T:
+        """Run `work` off the event loop; how many may wait for that is bounded."""
+        if self._preparing >= self._max_preparing:
+            raise Overloaded("Too many prompts wait to be tokenized. Try again later.", retry_after=RETRY_AFTER)
+        self._preparing += 1
+        try:
+            return await asyncio.to_thread(work)
+        finally:
+            self._preparing -= 1
+
+    def _chat_ids(self, turns: list[dict[str, str]], *, generation: bool, special: bool) -> list[int]:
+        text = self.tokenizer.render_chat(turns, add_generation_prompt=generation)
+        return self._text_ids(text, special=special, param="messages")
+
+    def _prompt_ids(self, prompt: Prompt, *, special: bool) -> list[int]:
+        if isinstance(prompt, str):
+            return self._text_ids(prompt, special=special, param="prompt")
+        if len(prompt) >= self.max_model_len:
+            raise self._too_long(len(prompt), 1, "prompt")
+        check_token_ids("prompt", prompt, self.tokenizer.token_count)
+        return prompt
+
+    def _text_ids(self, text: str, *, special: bool, param: str) -> list[int]:
+        least = self.tokenizer.min_tokens(text)
+        if least >= self.max_model_len:
+            raise InvalidRequest(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, your prompt has "
+                f"{len(text)} characters, which are at least {least} tokens. Please reduce the length of the input "
+                f"prompt. (parameter=input_text, value={len(text)})",
+                param=param,
+            )
+        ids = self.tokenizer.encode(text, add_special_tokens=special)
+        if not ids:
+            raise InvalidRequest(f"{param} is empty: it has no tokens to continue from.", param=param)
+        return ids
+
+    def _fit(self, ids: list[int], params: SamplingParams, *, default: int | None) -> SamplingParams:
+        """Parameters with `max_tokens` set, so that prompt and output fit into the context."""
+        room = self.max_model_len - len(ids)
+        wanted = params.max_tokens
+        if wanted is None:
+            wanted = room if default is None else min(default, room)
+        if room < 1 or wanted > room:
+            raise self._too_long(len(ids), max(wanted, 1), "max_tokens" if room > 0 else "input_tokens")
+        if params.min_tokens > wanted:
+            raise InvalidRequest(
+                f"min_tokens must be at most max_tokens={wanted}, got {params.min_tokens}.", param="min_tokens"
+            )
+        return msgspec.structs.replace(params, max_tokens=wanted)
+
+    def _too_long(self, prompt: int, output: int, param: str) -> InvalidRequest:
+        return InvalidRequest(
+            f"This model's maximum context length is {self.max_model_len} tokens. However, you requested {output} "
+            f"output tokens and your prompt contains {prompt} input tokens, for a total of {prompt + output} tokens. "
+            f"Please reduce the length of the input prompt or the number of requested output tokens. "
+            f"(parameter=input_tokens, value={prompt})",
+            param=param,
+        )
+
+    # ---- generating -------------------------------------------------------------------------------------------------
+
+    async def generate(self, job: Job) -> AsyncGenerator[list[Delta], None]:
+        """Admit a job and yield what each step brought. Raises RequestError; closing it cancels what still runs."""
+        choices = [self._choice(index, job) for index in range(job.choices)]
+        clock = self.metrics.clock(job.arrival, job.prompt_tokens)
+        with self._admitted(job) as handles:
+            async with aclosing(merged(handles)) as steps:
+                async for prompt, events in steps:
+                    deltas = [choices[prompt * job.n + event.child].take(event, handles[prompt]) for event in events]
+                    deltas = [delta for delta in deltas if delta.tokens]
+                    clock.step(deltas)
+                    yield deltas
+        clock.finished()
+
+    def _choice(self, index: int, job: Job) -> _Choice:
+        params = job.prompts[index // job.n][1]
+        return _Choice(index, params, self.tokenizer)
+
+    @contextmanager
+    def _admitted(self, job: Job) -> Iterator[list[Handle]]:
+        """Every prompt admitted, or none; on leaving nothing of the job runs any more."""
+        handles: list[Handle] = []
+        try:
+            for ids, params in job.prompts:
+                handles.append(self.engine.submit(ids, params, priority=job.priority))
+            yield handles
+        finally:
+            for handle in handles:
+                handle.cancel()
+
+    async def complete(self, job: Job) -> list[Delta]:
+        """The whole answer, a delta per choice. Raises RequestError."""
+        totals = [Delta(choice) for choice in range(job.choices)]
+        texts: list[list[str]] = [[] for _ in totals]
+        async with aclosing(self.generate(job)) as steps:
+            async for deltas in steps:
+                for delta in deltas:
+                    total = totals[delta.choice]
+                    total.tokens += delta.tokens
+                    total.finish, total.stop_reason = delta.finish, delta.stop_reason
+                    texts[delta.choice].append(delta.text)
+        for total, parts in zip(totals, texts, strict=True):
+            total.text = "".join(parts)
+        return totals
+
+
+class _Choice:
+    """The text of one choice as it grows."""
+
+    def __init__(self, index: int, params: SamplingParams, tokenizer: Tokenizer) -> None:
+        self._index, self._params = index, params
+        self._ended = False
+        self._detok = Detokenizer(
+            tokenizer,
+            stop=params.stop,
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+        )
+
+    def take(self, event: Emitted, handle: Handle) -> Delta:
+        """What `event` adds; a delta without tokens once the choice has ended."""
+        delta = Delta(self._index)
+        if self._ended:
+            return delta
+        delta.tokens = [event.sampled]
+        if event.stop_token is None or self._params.include_stop_str_in_output:
+            delta.text = self._detok.push(event.sampled.token, check_stop=event.index >= self._params.min_tokens)
+        if self._detok.stopped is None and event.finish is not None:
+            delta.text += self._detok.finish()
+        if self._detok.stopped is not None:
+            delta.finish, delta.stop_reason = "stop", self._detok.stopped
+            handle.cancel(event.child)
+        elif event.finish is not None:
+            delta.finish = event.finish
+            delta.stop_reason = event.stop_token if event.stop_token in self._params.stop_token_ids else None
+        self._ended = delta.finish is not None
+        return delta
+
+
+async def merged(handles: Sequence[Handle]) -> AsyncGenerator[tuple[int, list[Emitted]], None]:
+    """The events of several handles as they come, with the handle's position; raises as soon as one of them does."""
+    if len(handles) == 1:
+        async for events in handles[0]:
+            yield 0, events
+        return
+    news: asyncio.Queue[tuple[int, list[Emitted] | Exception | None]] = asyncio.Queue(maxsize=len(handles))
+    pumps = [asyncio.create_task(_pump(index, handle, news)) for index, handle in enumerate(handles)]
+    try:
+        running = len(pumps)
+        while running:
+            index, item = await news.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield index, item
+    finally:
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def _pump(index: int, handle: Handle, news: asyncio.Queue[Any]) -> None:
+    try:
+        async for events in handle:
+            await news.put((index, events))
+        await news.put((index, None))
+    except Exception as error:
+        await news.put((index, error))
