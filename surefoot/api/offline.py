@@ -171,7 +171,8 @@ class LLM:
         if wanted > room:
             raise InvalidRequest(
                 f"This model's maximum context length is {self.max_model_len} tokens. However, you requested {wanted} "
-                f"output tokens and your prompt contains {len(ids)} input tokens. Shorten the prompt or lower max_tokens.",
+                f"output tokens and your prompt contains {len(ids)} input tokens. "
+                "Shorten the prompt or lower max_tokens.",
                 param="max_tokens" if room > 0 else "prompt",
             )
         return _Job(text, ids, msgspec.structs.replace(params, max_tokens=wanted))

@@ -1,0 +1,220 @@
+"""The command line. Everything heavy is imported by the command that needs it, so that `--help` is instant."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from surefoot.errors import StartupError, SurefootError
+
+Text = str | None
+Texts = list[str] | None
+Whole = int | None
+Real = float | None
+
+MODEL, MEMORY, SERVER, SAMPLING, OTHER = "Model", "Memory and batching", "Server", "Sampling", "Other"
+
+
+def _option(panel: str, text: str, metavar: str | None = None) -> Any:
+    return typer.Option(help=text, metavar=metavar, rich_help_panel=panel, show_default=False)
+
+
+ModelName = Annotated[
+    Text,
+    typer.Argument(
+        help="smollm2 (the embedded model, default), a directory with config.json and *.safetensors, or a *.gguf file.",
+        show_default=False,
+    ),
+]
+Dtype = Annotated[Text, _option(MODEL, "auto (what this device is fast at), float32, bfloat16 or float16.", "TYPE")]
+Device = Annotated[Text, _option(MODEL, "auto, cpu or cuda.", "DEVICE")]
+Quantization = Annotated[Text, _option(MODEL, "none, or int8: weights of 8 bits per channel, faster decoding.", "KIND")]
+LoadFormat = Annotated[Text, _option(MODEL, "auto, or dummy: random weights, for trying sizes out.", "FORMAT")]
+Seed = Annotated[Text, _option(MODEL, "Seed of what is random at start (default 0); requests bring their own.", "N")]
+MaxModelLen = Annotated[
+    Text, _option(MEMORY, "Tokens of prompt and answer together, such as 4096 or 32K (default: what fits).", "TOKENS")
+]
+MaxNumBatchedTokens = Annotated[
+    Text, _option(MEMORY, "Tokens that one step computes at most (default: 512 on CPU, 8192 on GPU).", "TOKENS")
+]
+MaxNumSeqs = Annotated[
+    Text, _option(MEMORY, "Sequences that run at once (default: 16 on CPU, 256 on GPU); more wait.", "N")
+]
+BlockSize = Annotated[Text, _option(MEMORY, "Tokens of a KV cache block (default: 16 on CPU, 128 on GPU).", "TOKENS")]
+Memory = Annotated[
+    Text,
+    _option(MEMORY, "For weights, activations and KV cache together, such as 2GiB (default: what is free).", "SIZE"),
+]
+GpuMemoryUtilization = Annotated[
+    Text, _option(MEMORY, "The same as a fraction of the GPU's memory, such as 0.4; --memory is preferred.", "FRACTION")
+]
+LogLevel = Annotated[Text, _option(OTHER, "debug, info, warning, error or critical (default: info).", "LEVEL")]
+Config = Annotated[Text, _option(OTHER, "YAML file with any of these settings, one `name: value` a line.", "FILE")]
+
+Url = Annotated[Text, _option(SERVER, "Ask this server, such as http://127.0.0.1:8000/v1, and load nothing.", "URL")]
+Key = Annotated[Text, _option(SERVER, "API key for --url.", "KEY")]
+Temperature = Annotated[Real, _option(SAMPLING, "0 is greedy; 1 is the model's own distribution.", "T")]
+TopP = Annotated[Real, _option(SAMPLING, "Keep the likeliest tokens up to this probability in sum.", "P")]
+SampleSeed = Annotated[Whole, _option(SAMPLING, "The same seed gives the same text.", "N")]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="An LLM inference engine and OpenAI-compatible server where a request that fails, fails alone.\n\n"
+    "Start with `surefoot serve`, then `surefoot chat --url http://127.0.0.1:8000/v1`.",
+)
+
+
+@app.command()
+def serve(
+    context: typer.Context,
+    model: ModelName = None,
+    host: Annotated[Text, _option(SERVER, "Address to listen on (default: 127.0.0.1).", "ADDRESS")] = None,
+    port: Annotated[Text, _option(SERVER, "Port to listen on (default: 8000; 0: any free one).", "PORT")] = None,
+    served_model_name: Annotated[
+        Texts, _option(SERVER, "Name of the model in the API; give it again for further names.", "NAME")
+    ] = None,
+    api_key: Annotated[
+        Texts,
+        _option(SERVER, "Key that clients must send; repeatable. SUREFOOT_API_KEY keeps it out of `ps`.", "KEY"),
+    ] = None,
+    drain_timeout: Annotated[
+        Text, _option(SERVER, "Seconds that SIGTERM lets running requests finish (default: 30).", "SECONDS")
+    ] = None,
+    max_queued_requests: Annotated[
+        Text, _option(SERVER, "Requests that may wait (default: 1024); further ones get a 503.", "N")
+    ] = None,
+    max_queued_tokens: Annotated[
+        Text, _option(SERVER, "Prompt tokens that may wait (default: 1,048,576).", "TOKENS")
+    ] = None,
+    max_body_bytes: Annotated[Text, _option(SERVER, "Largest request body (default: 16MiB).", "SIZE")] = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    quantization: Quantization = None,
+    load_format: LoadFormat = None,
+    seed: Seed = None,
+    max_model_len: MaxModelLen = None,
+    max_num_batched_tokens: MaxNumBatchedTokens = None,
+    max_num_seqs: MaxNumSeqs = None,
+    block_size: BlockSize = None,
+    memory: Memory = None,
+    gpu_memory_utilization: GpuMemoryUtilization = None,
+    allow_fault_injection: Annotated[
+        bool | None,
+        typer.Option(
+            "--allow-fault-injection",
+            help="Obey SUREFOOT_FAULTS, such as `execute:oom:p=0.05`; for tests only.",
+            rich_help_panel=OTHER,
+            show_default=False,
+        ),
+    ] = None,
+    log_level: LogLevel = None,
+    config: Config = None,
+) -> None:
+    """Serve a model on an OpenAI-compatible endpoint.
+
+    **Examples**
+
+    - `surefoot serve` — the embedded model on http://127.0.0.1:8000/v1
+    - `surefoot serve ./model --port 9000 --memory 8GiB --max-model-len 32K`
+    - `surefoot serve --config serve.yaml` — settings from a file
+
+    Every setting is also a variable (`SUREFOOT_PORT` for `--port`) and a key of the YAML file; a flag beats a
+    variable, which beats the file. `-` and `_` are the same. SIGTERM and Ctrl-C let running requests finish; a second
+    one stops now.
+    """
+    from surefoot.api import settings
+    from surefoot.api.serve import serve as run
+
+    raise typer.Exit(run(*settings.resolve(context.params, os.environ)))
+
+
+@app.command()
+def chat(
+    context: typer.Context,
+    model: ModelName = None,
+    url: Url = None,
+    api_key: Key = None,
+    system: Annotated[Text, _option(SAMPLING, "System message: who the model is to be.", "TEXT")] = None,
+    max_tokens: Annotated[Whole, _option(SAMPLING, "Longest answer (default: to the end of the context).", "N")] = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    sample_seed: SampleSeed = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    quantization: Quantization = None,
+    memory: Memory = None,
+    max_model_len: MaxModelLen = None,
+) -> None:
+    """Talk to a model in the terminal.
+
+    - `surefoot chat` — load the embedded model here
+    - `surefoot chat --url http://127.0.0.1:8000/v1` — talk to a server
+
+    Ctrl-C stops an answer; Ctrl-D, or `/exit`, ends. `/clear` forgets what was said.
+    """
+    from surefoot.api import terminal
+
+    raise typer.Exit(terminal.chat(context.params))
+
+
+@app.command()
+def generate(
+    context: typer.Context,
+    prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
+    model: Annotated[Text, _option(MODEL, "As for `serve` (default: smollm2).", "MODEL")] = None,
+    url: Url = None,
+    api_key: Key = None,
+    max_tokens: Annotated[Whole, _option(SAMPLING, "Longest continuation (default: 128).", "N")] = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    sample_seed: SampleSeed = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    quantization: Quantization = None,
+    memory: Memory = None,
+    max_model_len: MaxModelLen = None,
+) -> None:
+    """Continue a text and print what comes, as it comes.
+
+    - `surefoot generate "The capital of France is" --max-tokens 8 --temperature 0`
+    - `surefoot generate - < prompt.txt`
+    """
+    from surefoot.api import terminal
+
+    raise typer.Exit(terminal.generate(prompt, context.params))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from surefoot import __version__
+
+    typer.echo(__version__)
+
+
+def normalise(arguments: Sequence[str]) -> list[str]:
+    """`--max_model_len=4k` → `--max-model-len=4k`; nothing after a bare `--` is touched."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    return [*map(_dashed, arguments[:end]), *arguments[end:]]
+
+
+def _dashed(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value if argument.startswith("--") else argument
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the `surefoot` command; exits with the status that the error tree names."""
+    try:
+        app(normalise(sys.argv[1:] if arguments is None else arguments), prog_name="surefoot")
+    except SurefootError as error:
+        typer.secho(f"surefoot: {error.message}", fg="red", err=True)
+        sys.exit(error.exit_code if isinstance(error, StartupError) else 1)
