@@ -72,7 +72,9 @@ def test_text_and_decisions_are_torch_free(module: str, tree: ast.Module) -> Non
         assert not [name for name in imports(tree) if name.split(".")[0] == "torch"], module
 
 
-@pytest.mark.parametrize("module", ["surefoot.api.app", "surefoot.bridge.client", "surefoot.core.engine", "surefoot.cli"])
+@pytest.mark.parametrize(
+    "module", ["surefoot.api.app", "surefoot.bridge.client", "surefoot.core.engine", "surefoot.cli"]
+)
 def test_loads_without_torch(module: str) -> None:
     """Importing the server, the client and the engine pulls in neither torch nor transformers."""
     code = f"import sys, {module}; assert not {{'torch', 'transformers'}} & set(sys.modules), 'torch came along'"
@@ -83,7 +85,9 @@ def catches_memory(handler: ast.ExceptHandler) -> bool:
     """True for a handler that could swallow running out of memory: by name, as RuntimeError, or bare."""
     if handler.type is None:
         return True
-    names = {node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "") for node in ast.walk(handler.type)}
+    names = {
+        node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "") for node in ast.walk(handler.type)
+    }
     return bool(names & {"MemoryError", "OutOfMemoryError", "RuntimeError", "Exception", "BaseException"})
 
 

@@ -135,10 +135,12 @@ class Blame:
     def _trial_failed(self, plan: StepPlan) -> None:
         """Half of the rows next time, with half of their tokens; the failed ones queue again behind the others."""
         for work in plan.works:
-            suspect = self._suspects.pop(work.key)
+            suspect = self._suspects.pop(work.key, None)
+            if suspect is None:
+                continue  # it ended meanwhile
             suspect.cap = max(self._floor, len(work.tokens) // 2)
             self._suspects[work.key] = suspect
-        if len(plan.works) == 1 and plan.tokens <= self._floor:
+        if len(plan.works) == 1 and plan.tokens <= self._floor and plan.works[0].key in self._suspects:
             self._alone = plan.works[0].key
         self._size = max(1, len(plan.works) // 2)
 

@@ -212,7 +212,7 @@ class Scheduler:
         """Up to `count` tokens of a row, as far as blocks go; None where not even one has a place."""
         size, table = self.limits.block_size, position.table
         first = position.start // size
-        if first < len(table) and self.pool.shared(table[first]):  # forked: copy the block before writing in it
+        if self._must_copy(sequence, position):
             fresh = lease.take(sequence.key, 1)
             if fresh is None:
                 return None
@@ -234,15 +234,25 @@ class Scheduler:
             start=position.start,
             tokens=tokens,
             table=table,
-            known=self._known(sequence, position.start),
+            known=tuple(sequence.tokens[: position.start]) if self._is_new_fork(sequence, position.start) else None,
             samples=sequence.samples(position.pending) if count == position.owed else (),
             params=sequence.params,
             decoding=count == 1 and position.owed == 1 and sequence.emitted > 0,
         )
 
-    def _known(self, sequence: Sequence, start: int) -> tuple[int, ...] | None:
-        """All tokens below `start`, for the first work of a child that began on its parent's blocks."""
-        return None if sequence.loaded or start > sequence.computed else tuple(sequence.tokens[:start])
+    def _must_copy(self, sequence: Sequence, position: Position) -> bool:
+        """Whether the block that comes next is half full and a fork's: nobody writes in a block that others hold.
+
+        A new child copies even as the last holder, since a plan of its parent in flight may still write there.
+        """
+        first = position.start // self.limits.block_size
+        return first < len(position.table) and (
+            self.pool.shared(position.table[first]) or self._is_new_fork(sequence, position.start)
+        )
+
+    def _is_new_fork(self, sequence: Sequence, start: int) -> bool:
+        """Whether `start` begins the first work of a child that stands on its parent's blocks."""
+        return not sequence.loaded and start == sequence.computed
 
     def _position(self, sequence: Sequence, ahead: Ahead) -> Position:
         work = ahead.get(sequence.key)
@@ -375,8 +385,7 @@ class Scheduler:
         for sequence in self.running.values():
             position = self._position(sequence, ahead)
             if position.owed:
-                first = position.start // size
-                needed += first >= len(position.table) or self.pool.shared(position.table[first])
+                needed += position.start >= len(position.table) * size or self._must_copy(sequence, position)
         return needed
 
     def _blocks(self, tokens: int) -> int:
