@@ -83,7 +83,7 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-class Gate:
+class Entrance:
     """The application while the real one is not there yet: alive, not ready, and saying so."""
 
     def __init__(self) -> None:
@@ -148,10 +148,10 @@ class Server:
     ) -> None:
         self._config, self._server, self._files, self._socket = config, server, files, sock
         self._console = Console(stderr=True, highlight=False)
-        self._gate = Gate()
+        self._entrance = Entrance()
         self._http = HttpServer(
             uvicorn.Config(
-                self._gate,
+                self._entrance,
                 log_config=None,
                 access_log=server.log_level == "debug",
                 lifespan="off",
@@ -193,7 +193,7 @@ class Server:
         return 0 if alive else WorkerLost.exit_code
 
     async def _load(self) -> EngineClient:
-        """Start the worker and, meanwhile, read the tokenizer; then open the gate."""
+        """Start the worker and, meanwhile, read the tokenizer; then open the entrance."""
         tokenizer_task = asyncio.create_task(asyncio.to_thread(load_tokenizer, self._files))
         with loading_bar(self._console) as progress:
             client = await EngineClient.start(
@@ -203,7 +203,7 @@ class Server:
                 max_queued_tokens=self._server.max_queued_tokens,
             )
         try:
-            self._gate.app = create_app(client, await tokenizer_task, self._server)
+            self._entrance.app = create_app(client, await tokenizer_task, self._server)
         except BaseException:
             await client.stop()
             raise
