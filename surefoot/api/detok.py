@@ -33,6 +33,7 @@ class Detokenizer:
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._include_stop = include_stop
         self._stops = [_StopMatcher(text) for text in sorted(stop, key=len, reverse=True) if text]
+        self._first_chars = frozenset(text[0] for text in stop if text)
         self._utf8 = _Utf8(errors="replace")
         self._strip_space = tokenizer.strips_first_space
         self._held = ""
@@ -64,7 +65,7 @@ class Detokenizer:
         if self.stopped is not None:
             return ""
         self.offset += len(text)
-        if not self._stops:
+        if not self._held and self._first_chars.isdisjoint(text):
             return text
         before = len(self._held)
         self._held += text
