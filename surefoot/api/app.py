@@ -36,15 +36,15 @@ from surefoot.sampling import check_token_ids, shown
 _S = TypeVar("_S", bound=openai.Schema)
 
 
-def create_app(engine: Engine, tokenizer: Tokenizer, config: ServerConfig, *, model: str) -> FastAPI:
-    """The ASGI application. `model` is the name to serve under where `config.served_model_name` gives none.
+def create_app(engine: Engine, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
+    """The ASGI application; `config.served_model_name` holds at least one name.
 
     The engine's life belongs to the caller; while `engine.draining`, new work is refused with 503 and Retry-After.
     """
-    names = config.served_model_name or (model,)
+    names = config.served_model_name
     metrics = Metrics(engine, names[0])
     serving = Serving(engine, tokenizer, metrics, names=names, max_preparing=config.max_queued_requests)
-    api = Api(serving, max_body_bytes=config.max_body_bytes, root=model)
+    api = Api(serving, max_body_bytes=config.max_body_bytes)
     app = FastAPIOffline(
         title="Surefoot", version=surefoot.__version__, redoc_url=None,
         description="OpenAI-compatible inference where a request that fails, fails alone.",
@@ -60,9 +60,9 @@ def create_app(engine: Engine, tokenizer: Tokenizer, config: ServerConfig, *, mo
 class Api:
     """The endpoints, each a method."""
 
-    def __init__(self, serving: Serving, *, max_body_bytes: int, root: str) -> None:
+    def __init__(self, serving: Serving, *, max_body_bytes: int) -> None:
         self._serving, self._metrics, self._engine = serving, serving.metrics, serving.engine
-        self._max_body_bytes, self._root = max_body_bytes, root
+        self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
 
     def route(self, app: FastAPI) -> None:
@@ -142,7 +142,7 @@ class Api:
 
     def _card(self, name: str) -> dict[str, Any]:
         return {
-            "id": name, "object": "model", "created": self._created, "owned_by": "surefoot", "root": self._root,
+            "id": name, "object": "model", "created": self._created, "owned_by": "surefoot", "root": self._serving.names[0],
             "parent": None, "max_model_len": self._serving.max_model_len,
         }  # fmt: skip
 

@@ -1,0 +1,45 @@
+"""One tokenizer for all tests of the API, and one server for those that speak HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from surefoot import checkpoint
+from surefoot.api.tokenizer import Tokenizer, load_tokenizer
+from surefoot.config import ServerConfig
+from tests.api.fake import FakeEngine, served
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Tokenizer:
+    return load_tokenizer(checkpoint.find("smollm2"))
+
+
+@pytest.fixture(scope="session")
+def _server(smollm2: Tokenizer) -> Iterator[tuple[str, FakeEngine]]:
+    engine = FakeEngine(smollm2)
+    config = ServerConfig(served_model_name=("smollm2", "other/name"), max_body_bytes=1 << 20)
+    with served(engine, smollm2, config) as url:
+        yield url, engine
+
+
+@pytest.fixture
+def engine(_server: tuple[str, FakeEngine]) -> FakeEngine:
+    _server[1].reset()
+    return _server[1]
+
+
+@pytest.fixture
+def http(_server: tuple[str, FakeEngine], engine: FakeEngine) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=_server[0], timeout=10) as client:
+        yield client
+
+
+@pytest.fixture
+def client(_server: tuple[str, FakeEngine], engine: FakeEngine) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{_server[0]}/v1", api_key="none", max_retries=0, timeout=10) as client:
+        yield client
