@@ -225,11 +225,12 @@ def _token_count(folder: Path, vocab_size: int) -> int:
     if not path.exists():
         return vocab_size
     values = read_json(path)
-    model = values.get("model", {})
-    vocab = model.get("vocab", {}) if isinstance(model, dict) else {}
-    ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
-    ids += [token["id"] for token in values.get("added_tokens", ())]
-    return max(ids, default=vocab_size - 1) + 1
+    try:
+        vocab = values["model"]["vocab"]
+        ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
+        return max(ids + [token["id"] for token in values.get("added_tokens", ())]) + 1
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: its vocabulary cannot be read: {error!r}") from error
 
 
 # ---- GGUF -----------------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def load(
     """
     with ExitStack() as open_files:
         stored = _gguf(checkpoint, spec) if checkpoint.kind == "gguf" else _safetensors(checkpoint.path, open_files)
-        needed = check(spec, stored)
+        needed = _checked(spec, stored)
         done, total = 0, sum(tensor.nbytes for tensor in needed)
         for tensor in needed:
             yield tensor.name, tensor.read().to(dtype)
@@ -91,7 +91,7 @@ def expected_names(spec: ModelSpec) -> frozenset[str]:
     return frozenset(tensor_shapes(spec))
 
 
-def check(spec: ModelSpec, stored: Iterable[_Stored]) -> list[_Stored]:
+def _checked(spec: ModelSpec, stored: Iterable[_Stored]) -> list[_Stored]:
     """Those of `stored` that the model needs, if they are all of them. Raises CheckpointError naming what differs."""
     shapes = tensor_shapes(spec)
     needed: dict[str, _Stored] = {}
