@@ -62,13 +62,17 @@ class Connection:
         return [wire.decode_to_worker(body) for body in bodies]
 
 
-def main() -> int:
+Build = Callable[[EngineConfig, Connection], Engine]
+"""Makes the engine, and tells the API process how far it is and that it is ready."""
+
+
+def main(build: Build | None = None) -> int:
     """Entry point; returns the exit status."""
     fd, parent = int(sys.argv[1]), int(sys.argv[2])
     leash(parent)
     os.set_inheritable(fd, False)
     with socket.socket(fileno=fd) as sock:
-        return serve(Connection(sock))
+        return serve(Connection(sock), build)
 
 
 def leash(parent: int) -> None:
@@ -81,7 +85,7 @@ def leash(parent: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def serve(connection: Connection, build: Callable[[EngineConfig, Connection], Engine] | None = None) -> int:
+def serve(connection: Connection, build: Build | None = None) -> int:
     """From Start to the end; returns the exit status. Whatever ends the engine is told to the API process first."""
     try:
         fatal = _outcome(connection, build or open_engine)
@@ -93,7 +97,7 @@ def serve(connection: Connection, build: Callable[[EngineConfig, Connection], En
     return fatal.exit_code
 
 
-def _outcome(connection: Connection, build: Callable[[EngineConfig, Connection], Engine]) -> wire.Fatal | None:
+def _outcome(connection: Connection, build: Build) -> wire.Fatal | None:
     """Serve until Stop, or until something ends the engine: that is returned."""
     try:
         _serve(connection, build)
@@ -110,7 +114,7 @@ def _outcome(connection: Connection, build: Callable[[EngineConfig, Connection],
     return None
 
 
-def _serve(connection: Connection, build: Callable[[EngineConfig, Connection], Engine]) -> None:
+def _serve(connection: Connection, build: Build) -> None:
     (start, *early) = connection.receive(None)
     if not isinstance(start, wire.Start) or early:
         raise wire.WireError(f"Expected Start alone as the first message, got {type(start).__name__}.")
