@@ -30,7 +30,9 @@ class KVCache:
         self.kv_heads = spec.num_kv_heads
         self.layers = spec.num_layers
         shape = (num_blocks + 1, spec.num_layers, 2, spec.num_kv_heads, block_size, spec.head_dim)
-        self.data = _zero_pages(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+        self.data = (
+            _zero_pages(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+        )
         self._tokens = self.data.view(-1, spec.head_dim)
         self._heads = self.data.view(-1, block_size * spec.head_dim)
 

@@ -39,15 +39,15 @@ LANES = 16
 class Tile:
     """Queries begin … end of the step's rows against `length` padded key positions of each of `sequences`.
 
-    `mask` (bool) is True where a query may not look: [sequences, 1, 1, length] of a decode group, and of a prompt's
-    tile [rows, length - mask_from], since all of it may look at what lies before the tile.
+    `mask` (bool) is True where a query may not look; it covers positions from `mask_from` on and broadcasts to
+    [sequences·kv_heads, rows, length - mask_from]. None where every query may look at everything.
     """
 
     begin: int
     end: int
     sequences: int
     length: int
-    mask: Tensor
+    mask: Tensor | None
     mask_from: int = 0
 
 
@@ -84,10 +84,8 @@ def _attend_tile(
     keys = keys[:, : tile.length]
     scores = queries.new_empty(queries.shape[0], queries.shape[1], tile.length)
     torch.baddbmm(scores, queries, keys.transpose(1, 2), beta=0, alpha=scale, out=scores)
-    if tile.sequences == tile.end - tile.begin:
-        scores.view(tile.sequences, kv_heads, -1, tile.length).masked_fill_(tile.mask, -torch.inf)
-    else:
-        scores[:, : tile.mask.shape[0], tile.mask_from :].masked_fill_(tile.mask, -torch.inf)
+    if tile.mask is not None:
+        scores[..., tile.mask_from :].masked_fill_(tile.mask, -torch.inf)
     torch.softmax(scores, -1, out=scores)
     result = _weighted_values(scores, values)[:, :rows]
     _unfold(result, out[tile.begin : tile.end], tile.sequences, kv_heads)

@@ -36,5 +36,9 @@ def rotations(max_position: int, head_dim: int, theta: float, device: torch.devi
 
 def rotate_(x: Tensor, turns: Tensor) -> None:
     """Turn heads in place: `x` [n, heads, head_dim] with paired columns, `turns` [n, head_dim/2] complex64."""
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
-    pairs.mul_(turns.unsqueeze(1))
+    if x.dtype != torch.float32:
+        wide = x.float()
+        rotate_(wide, turns)
+        x.copy_(wide)
+        return
+    torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(turns.unsqueeze(1))

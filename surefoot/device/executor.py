@@ -1,0 +1,302 @@
+"""One plan in, one outcome out: the device's side of a step."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from surefoot import checkpoint as checkpoints
+from surefoot import plan as planning
+from surefoot.checkpoint import Checkpoint
+from surefoot.config import EngineConfig, format_bytes
+from surefoot.device import memory
+from surefoot.device.inputs import StepInputs, TokenPool, build, control_work
+from surefoot.device.kvcache import KVCache
+from surefoot.device.runner import Runner
+from surefoot.device.sampler import Row, Sampler
+from surefoot.errors import ConfigError, DoesNotFit, WorkerLost
+from surefoot.faults import Faults
+from surefoot.model import weights
+from surefoot.model.registry import network_class
+from surefoot.ops.attention import QUERY_TILE
+from surefoot.spec import ModelSpec, read_spec
+from surefoot.types import FailureKind, Limits, RowDone, Sample, Sampled, StepDone, StepFailed, StepPlan, Ticket, Work
+
+Progress = Callable[[str, float], None]
+log = logging.getLogger(__name__)
+
+
+class StepExecutor:
+    """`types.Executor` with one plan in flight: launch runs the step, collect hands out what became of it."""
+
+    def __init__(self, runner: Runner, sampler: Sampler, plan: planning.MemoryPlan, faults: Faults) -> None:
+        self.runner = runner
+        self.sampler = sampler
+        self.cost = plan.cost
+        self.faults = faults
+        self.pool = TokenPool(plan.max_num_seqs + 1, plan.max_model_len)
+        self._control_slot = plan.max_num_seqs
+        self._outcomes: deque[StepDone | StepFailed] = deque()
+        self._swollen = False
+
+    def launch(self, plan: StepPlan) -> Ticket:
+        """Run a plan. Never raises for a step that fails: the failure is what `collect` returns."""
+        self._outcomes.append(self._refuse(plan) or self._run(plan))
+        return Ticket(plan.id)
+
+    def collect(self, ticket: Ticket) -> StepDone | StepFailed:
+        """The outcome of the oldest launched plan, which must be the ticket's."""
+        if not self._outcomes or self._outcomes[0].plan != ticket.plan:
+            raise ValueError(f"Plan {ticket.plan} is not the oldest in flight; tickets are collected once, in order.")
+        return self._outcomes.popleft()
+
+    def free_memory(self) -> int:
+        """Bytes that a step could still allocate."""
+        return memory.free_memory()
+
+    def predict(self, plan: StepPlan) -> int:
+        """Bytes that a plan's step is going to allocate."""
+        works = plan.works
+        prompts = [work.end for work in works if len(work.tokens) > 1]
+        decoding = [work.end for work in works if len(work.tokens) == 1]
+        together = max(decoding, default=0) * len(decoding)
+        return self.cost.bytes(
+            tokens=plan.tokens,
+            logit_rows=sum(bool(work.samples) for work in works),
+            longest=max([*prompts, together // QUERY_TILE, 1]),
+            gathered=max([*prompts, together, 1]),
+        )
+
+    # ---- one step -------------------------------------------------------------------------------------------------
+
+    def _refuse(self, plan: StepPlan) -> StepFailed | None:
+        """A step that cannot fit fails before it is tried; a control step is always tried, that is what it is for."""
+        if plan.control:
+            return None
+        needed, free = self.predict(plan), self.free_memory()
+        if needed <= free:
+            return None
+        reason = f"a step of {plan.tokens} tokens needs {format_bytes(needed)}, and {format_bytes(free)} are free"
+        return StepFailed(plan=plan.id, kind=FailureKind.OOM, reason=reason, needed=needed, free=free)
+
+    def _run(self, plan: StepPlan) -> StepDone | StepFailed:
+        began = time.perf_counter()
+        outcome = memory.guard(lambda: self._step(plan))
+        if isinstance(outcome, memory.Failure):
+            if outcome.kind is not FailureKind.OOM:
+                log.error("step %d failed: %s", plan.id, outcome.trace)
+            return StepFailed(
+                plan=plan.id, kind=outcome.kind, reason=outcome.reason, needed=outcome.needed, free=outcome.free
+            )
+        self._trim(plan.tokens)
+        return StepDone(plan=plan.id, rows=outcome.value, seconds=time.perf_counter() - began)
+
+    @torch.inference_mode()
+    def _step(self, plan: StepPlan) -> tuple[RowDone, ...]:
+        struck = self.faults.begin(tokens=plan.tokens, control=plan.control)
+        if "execute:oom" in struck:
+            raise MemoryError("injected by SUREFOOT_FAULTS")
+        if "execute:raise" in struck:
+            raise ValueError("injected by SUREFOOT_FAULTS")
+        works = (control_work(self.runner.cache, self._control_slot),) if plan.control else plan.works
+        self.runner.cache.copy(plan.copies)
+        for work in works:
+            self.pool.admit(work)
+        inputs = build(works, self.pool, self.runner.cache, self.runner.group)
+        hidden = self.runner.forward(inputs)
+        if "row:nan" in struck and plan.works:
+            self._poison(hidden, inputs, works)
+        outcomes = self._finish(works, inputs, hidden)
+        return () if plan.control else tuple(outcomes)
+
+    def _finish(self, works: tuple[Work, ...], inputs: StepInputs, hidden: Tensor) -> list[RowDone]:
+        """Sample the rows that are asked for and finite; the others are zeroed (law 4) and say why."""
+        finite = _finite_spans(hidden, inputs)
+        asked = [at for at, fine in zip(inputs.order, finite, strict=True) if fine and works[at].samples]
+        last = {at: end - 1 for at, (_, end) in zip(inputs.order, inputs.spans, strict=True)}
+        drawn: dict[int, tuple[Sampled, ...]] = {}
+        overflowed: set[int] = set()
+        if asked:
+            logits = self.runner.logits(hidden, [last[at] for at in asked])
+            overflowed = {at for at, fine in zip(asked, _finite_rows(logits), strict=True) if not fine}
+            rows = [Row(works[at], self.pool.history(works[at])) for at in asked]
+            drawn = dict(zip(asked, self.sampler.sample(logits, rows), strict=True))
+        bad = overflowed | {at for at, fine in zip(inputs.order, finite, strict=True) if not fine}
+        self._clear([works[at] for at in bad])
+        return [
+            RowDone(error=_not_finite(work)) if at in bad else self._row_done(work, drawn.get(at, ()))
+            for at, work in enumerate(works)
+        ]
+
+    def _row_done(self, work: Work, drawn: tuple[Sampled, ...]) -> RowDone:
+        """The row's own next token goes into the pool; forked children bring theirs along when they are admitted."""
+        for sample, sampled in zip(work.samples, drawn, strict=True):
+            if sample.child == work.child:
+                self.pool.put(work.slot, work.end, sampled.token)
+        return RowDone(samples=drawn)
+
+    def _clear(self, works: list[Work]) -> None:
+        size = self.runner.cache.block_size
+        self.runner.cache.zero([block for work in works for block in work.table[work.start // size :]])
+
+    def _poison(self, hidden: Tensor, inputs: StepInputs, works: tuple[Work, ...]) -> None:
+        """What a numerical fault of the plan's first row would leave behind: NaN in its hidden rows and its blocks."""
+        begin, end = inputs.spans[inputs.order.index(0)]
+        hidden[begin:end] = torch.nan
+        for layer in range(self.runner.spec.num_layers):
+            self.runner.cache.token_rows(layer)[inputs.store_index[begin:end]] = torch.nan
+
+    def _trim(self, tokens: int) -> None:
+        """Give a prompt's memory back once steps are small again."""
+        if tokens > QUERY_TILE:
+            self._swollen = True
+        elif self._swollen:
+            self._swollen = False
+            memory.release_cached()
+
+
+def _finite_spans(hidden: Tensor, inputs: StepInputs) -> list[bool]:
+    rows = _finite_rows(hidden)
+    return [all(rows[begin:end]) for begin, end in inputs.spans]
+
+
+def _finite_rows(x: Tensor) -> list[bool]:
+    """Whether each row [n, …] is free of NaN and infinity: both survive a sum of magnitudes."""
+    fine: list[bool] = x.abs().sum(-1).isfinite().tolist()
+    return fine
+
+
+def _not_finite(work: Work) -> str:
+    return (
+        f"The model computed a value that is not finite (NaN or infinity) at positions {work.start} to {work.end - 1} "
+        f"of this request; other requests are not affected."
+    )
+
+
+# ---- start ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Device:
+    """An open device: what runs steps, and what it was fitted to."""
+
+    executor: StepExecutor
+    limits: Limits
+    plan: planning.MemoryPlan
+    spec: ModelSpec
+
+
+def open_device(config: EngineConfig, *, progress: Progress) -> Device:
+    """Plan memory, load weights, warm up. `progress` hears what is being done and how much of it is (0 … 1).
+
+    Raises ConfigError, ModelNotFound, CheckpointError or DoesNotFit.
+    """
+    faults = Faults.parse(config.faults, seed=config.seed) if config.allow_fault_injection else Faults()
+    device = _device(config)
+    found = checkpoints.find(config.model, weights=config.load_format != "dummy")
+    spec = read_spec(found)
+    network_type = network_class(spec.architecture)
+    dtype = _dtype(config, spec, device)
+    memory.settle_malloc()
+    plan = planning.plan_memory(
+        spec, config, memory.measure(device), device=device.type, dtype=str(dtype).removeprefix("torch.")
+    )
+
+    def start() -> StepExecutor:
+        tensors = _tensors(found, spec, config, dtype, progress)
+        network = network_type.load(spec, tensors, device=device, dtype=dtype, quantization=config.quantization)
+        cache = KVCache(spec, num_blocks=plan.num_blocks, block_size=plan.block_size, dtype=dtype, device=device)
+        executor = StepExecutor(Runner(spec, network, cache), Sampler(spec), plan, Faults())
+        progress("warming up", 0.0)
+        _warm_up(executor, plan)
+        progress("warming up", 1.0)
+        executor.faults = faults
+        return executor
+
+    return Device(_started(memory.guard(start), plan), _limits(plan, spec), plan, spec)
+
+
+def _started(outcome: memory.Ok[StepExecutor] | memory.Failure, plan: planning.MemoryPlan) -> StepExecutor:
+    if isinstance(outcome, memory.Ok):
+        return outcome.value
+    if outcome.kind is FailureKind.OOM:
+        raise DoesNotFit(
+            f"Memory ran out while the model was loaded ({outcome.reason}); {format_bytes(outcome.free)} are free now. "
+            f"Leave it more room, or give it less to fill with --memory. It was planned as:\n{plan}"
+        )
+    raise WorkerLost(f"The model could not be started.\n{outcome.trace}")
+
+
+def _limits(plan: planning.MemoryPlan, spec: ModelSpec) -> Limits:
+    return Limits(
+        max_model_len=plan.max_model_len,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        max_num_seqs=plan.max_num_seqs,
+        block_size=plan.block_size,
+        num_blocks=plan.num_blocks,
+        eos_token_ids=spec.eos_token_ids,
+    )
+
+
+def _tensors(
+    found: Checkpoint, spec: ModelSpec, config: EngineConfig, dtype: torch.dtype, progress: Progress
+) -> Iterator[tuple[str, Tensor]]:
+    if config.load_format == "dummy":
+        return weights.dummy(spec, dtype=dtype, seed=config.seed)
+
+    def report(done: int, total: int, _: str) -> None:
+        progress("loading weights", done / total)
+
+    return weights.load(found, spec, dtype=dtype, progress=report)
+
+
+def _device(config: EngineConfig) -> torch.device:
+    """The device that is asked for. Raises ConfigError where this release does not run on it."""
+    if config.device not in ("auto", "cpu"):
+        raise ConfigError(f"device: {config.device!r} was asked for; this release runs on cpu.")
+    return torch.device("cpu")
+
+
+def _dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
+    """`auto` is what the CPU is fast at: float32, unless it multiplies the checkpoint's bfloat16 in hardware.
+
+    Raises ConfigError for a name that is no dtype, and for int8 weights with anything but float32.
+    """
+    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if config.dtype != "auto" and config.dtype not in names:
+        raise ConfigError(f"dtype: {config.dtype!r} is none of auto, {', '.join(names)}.")
+    native = spec.dtype == "bfloat16" and fast_bfloat16() and config.quantization == "none"
+    dtype = names[config.dtype] if config.dtype != "auto" else torch.bfloat16 if native else torch.float32
+    if config.quantization not in ("none", "int8"):
+        raise ConfigError(f"quantization: {config.quantization!r} is neither none nor int8.")
+    if config.quantization == "int8" and dtype != torch.float32:
+        raise ConfigError(f"quantization: int8 weights go with dtype float32, not {config.dtype}.")
+    return dtype
+
+
+def fast_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 in hardware (AVX512_BF16 or AMX); without, it is ten times slower."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def _warm_up(executor: StepExecutor, plan: planning.MemoryPlan) -> None:
+    """Run a control step and a small prompt: threads start and libraries load now, while there is room for them.
+
+    Both write only to the sink. Raises what the step raised.
+    """
+    cache = executor.runner.cache
+    tokens = min(QUERY_TILE + 1, plan.max_num_batched_tokens, plan.max_model_len)
+    table = (cache.sink,) * -(-tokens // cache.block_size)
+    control = control_work(cache, plan.max_num_seqs)
+    sample = Sample(child=0, seed=0, index=0)
+    prompt = replace(control, tokens=(0,) * tokens, table=table, samples=(sample,))
+    executor._step(StepPlan(id=0, works=(), control=True))
+    executor._step(StepPlan(id=0, works=(prompt,)))
+    cache.zero([cache.sink])

@@ -1,0 +1,263 @@
+"""Memory arithmetic: what fits where, from numbers alone. No device, no weights, no torch.
+
+The budget is spent top down, and what is left is KV cache:
+
+    budget = weights + activations of the worst step + logits of the worst step + reserve + KV blocks
+
+The same formula for one step predicts, before every launch, what that step is going to allocate.
+"""
+
+from __future__ import annotations
+
+from surefoot.config import GIB, MIB, EngineConfig, format_bytes
+from surefoot.errors import ConfigError, DoesNotFit
+from surefoot.spec import ModelSpec
+from surefoot.types import Value
+
+MIN_CONTEXT = 256
+"""Tokens of one sequence without which serving is pointless."""
+HEADROOM = 1 * GIB
+"""Left to the neighbours by default."""
+CPU_DEFAULT_BUDGET = 4 * GIB
+QUERY_TILE = 64
+"""Tokens of a prompt whose attention scores exist at one time; `ops.attention` has the same number."""
+
+_ITEM = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class MachineMemory(Value):
+    """What `device.memory.measure` found, in bytes. `limit` is the tightest bound on this process, if there is one."""
+
+    total: int
+    free: int
+    limit: int | None = None
+
+
+class StepCost(Value):
+    """Bytes that one step allocates, as coefficients of its shape."""
+
+    token: int
+    """Per input token: the widest moment of a layer."""
+    logit_row: int
+    """Per row that is sampled: logits, and the copies that sampling makes of one row at a time are in `fixed`."""
+    score: int
+    """Per key position of the longest row: scores of one tile of queries, all heads."""
+    gathered: int
+    """Per key position whose keys and values are gathered at one time."""
+    fixed: int
+    """However small the step is."""
+
+    def bytes(self, *, tokens: int, logit_rows: int, longest: int, gathered: int) -> int:
+        """Of a step of `tokens` inputs with rows up to `longest` positions, `gathered` of them read at one time."""
+        return (
+            self.fixed
+            + self.token * tokens
+            + self.logit_row * logit_rows
+            + self.score * longest
+            + self.gathered * gathered
+        )
+
+
+class MemoryPlan(Value):
+    """What was fitted. All sizes in bytes."""
+
+    budget: int
+    weights: int
+    activations: int
+    logits: int
+    reserve: int
+    kv: int
+    free: int
+    block_bytes: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    dtype: str
+    cost: StepCost
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        rows = [
+            ("weights", self.weights, self.dtype),
+            ("activations", self.activations, f"of a step of {self.max_num_batched_tokens} tokens"),
+            ("logits", self.logits, f"of {self.max_num_seqs} rows"),
+            ("reserve", self.reserve, "libraries and code"),
+            ("KV cache", self.kv, f"{self.num_blocks} blocks of {self.block_size} = {self.kv_tokens} tokens"),
+            ("budget", self.budget, f"of {format_bytes(self.free)} free"),
+        ]
+        lines = [f"{name:<12} {format_bytes(size):>11}  {about}" for name, size, about in rows]
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+
+def parameters(spec: ModelSpec) -> tuple[int, int]:
+    """(numbers in linear layers of all layers and the output projection, numbers in the embedding and the norms)."""
+    attention = spec.hidden_size * spec.head_dim * (2 * spec.num_heads + 2 * spec.num_kv_heads)
+    layer = attention + 3 * spec.hidden_size * spec.intermediate_size
+    output = spec.vocab_size * spec.hidden_size
+    norms = spec.hidden_size * (2 * spec.num_layers + 1)
+    return layer * spec.num_layers + output, output + norms
+
+
+def weight_bytes(spec: ModelSpec, *, device: str, dtype: str, quantization: str) -> int:
+    """Weights as they lie in memory: on CPU a repacked output projection lies beside a tied embedding."""
+    linear, other = parameters(spec)
+    item = _ITEM[dtype]
+    shared = spec.tie_word_embeddings and (device != "cpu" or dtype != "float32")
+    if shared:
+        linear -= spec.vocab_size * spec.hidden_size
+    rotations = spec.max_position * spec.head_dim * 4
+    return (linear + other) * item + (linear if quantization == "int8" else 0) + rotations
+
+
+def step_cost(spec: ModelSpec, *, device: str, dtype: str) -> StepCost:
+    """Coefficients of a step's memory, from the shapes of the largest tensors that live together."""
+    item = _ITEM[dtype]
+    heads = spec.num_heads + 2 * spec.num_kv_heads
+    feed_forward = 2 * spec.hidden_size + 4 * spec.intermediate_size
+    attention = 2 * spec.hidden_size + (heads + 3 * spec.num_heads) * spec.head_dim
+    return StepCost(
+        token=max(feed_forward, attention) * item + 256,
+        logit_row=spec.vocab_size * 8,
+        score=QUERY_TILE * spec.num_heads * item * 2,
+        gathered=2 * spec.num_kv_heads * spec.head_dim * item,
+        fixed=(64 if device == "cpu" else 256) * MIB // 4 + spec.vocab_size * 48,
+    )
+
+
+def block_bytes(spec: ModelSpec, *, block_size: int, dtype: str) -> int:
+    """One KV block over all layers."""
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * block_size * _ITEM[dtype]
+
+
+def default_budget(machine: MachineMemory, *, device: str) -> int:
+    """What is free now less a reserve; on CPU at most 4 GiB."""
+    free = max(0, machine.free - HEADROOM)
+    return min(free, CPU_DEFAULT_BUDGET) if device == "cpu" else free
+
+
+def plan_memory(
+    spec: ModelSpec,
+    config: EngineConfig,
+    machine: MachineMemory,
+    *,
+    device: str,
+    dtype: str,
+) -> MemoryPlan:
+    """Fit the settings to the machine.
+
+    Raises ConfigError for a context beyond the model's, and DoesNotFit, with the numbers, where weights and one
+    sequence of 256 tokens have no room.
+    """
+    return _Fitting(spec, config, machine, device=device, dtype=dtype).fit()
+
+
+class _Fitting:
+    """One run of the arithmetic: settings shrink until they fit, and each that did leaves a note."""
+
+    def __init__(
+        self, spec: ModelSpec, config: EngineConfig, machine: MachineMemory, *, device: str, dtype: str
+    ) -> None:
+        cpu = device == "cpu"
+        self.spec = spec
+        self.config = config
+        self.machine = machine
+        self.device = device
+        self.dtype = dtype
+        self.notes: list[str] = []
+        self.block_size = config.block_size or (16 if cpu else 128)
+        self.chunk = config.max_num_batched_tokens or (512 if cpu else 8192)
+        self.seqs = config.max_num_seqs or (16 if cpu else 256)
+        self.context = self._asked_context()
+        self.budget = self._budget()
+        self.cost = step_cost(spec, device=device, dtype=dtype)
+        self.weights = weight_bytes(spec, device=device, dtype=dtype, quantization=config.quantization)
+        self.block = block_bytes(spec, block_size=self.block_size, dtype=dtype)
+        self.reserve = 64 * MIB if cpu else 512 * MIB
+
+    def fit(self) -> MemoryPlan:
+        floor = -(-min(MIN_CONTEXT, self.context) // self.block_size)
+        smallest = min(self.chunk, self.block_size)
+        while self._blocks() < floor and (self.chunk > smallest or self.seqs > 1):
+            self._shrink(smallest)
+        if self._blocks() < floor:
+            raise DoesNotFit(self._refusal(floor))
+        blocks = self._blocks()
+        held = blocks * self.block_size
+        if self.context > held:
+            self._note(f"max_model_len is {held}, not {self.context}: that is what the KV cache holds")
+            self.context = held
+        needed = self.seqs * -(-self.context // self.block_size)
+        return self._plan(min(blocks, needed))
+
+    def _asked_context(self) -> int:
+        asked, most = self.config.max_model_len, self.spec.max_position
+        if asked is not None and asked > most:
+            raise ConfigError(f"max_model_len: {asked} was asked for, but this model's positions end at {most}.")
+        return asked or most
+
+    def _budget(self) -> int:
+        if self.config.memory is not None:
+            return self.config.memory
+        if self.config.gpu_memory_utilization is not None and self.device != "cpu":
+            return int(self.machine.total * self.config.gpu_memory_utilization)
+        return default_budget(self.machine, device=self.device)
+
+    def _activations(self) -> int:
+        longest = min(self.context, MIN_CONTEXT * 8) if self.device == "cpu" else self.context
+        return self.cost.bytes(tokens=self.chunk, logit_rows=0, longest=longest, gathered=2 * self.context)
+
+    def _logits(self) -> int:
+        return self.cost.logit_row * self.seqs
+
+    def _blocks(self) -> int:
+        left = self.budget - self.weights - self.reserve - self._activations() - self._logits()
+        return max(0, left // self.block - 1)
+
+    def _shrink(self, smallest: int) -> None:
+        """Half a step, then half the sequences: a smaller step costs speed, fewer sequences cost queueing."""
+        if self.chunk > smallest:
+            self._note(f"max_num_batched_tokens is {max(smallest, self.chunk // 2)}, not {self.chunk}, to fit")
+            self.chunk = max(smallest, self.chunk // 2)
+        else:
+            self._note(f"max_num_seqs is {self.seqs // 2}, not {self.seqs}, to fit")
+            self.seqs //= 2
+
+    def _note(self, text: str) -> None:
+        self.notes = [note for note in self.notes if note.split()[0] != text.split()[0]] + [text]
+
+    def _plan(self, blocks: int) -> MemoryPlan:
+        return MemoryPlan(
+            budget=self.budget,
+            weights=self.weights,
+            activations=self._activations(),
+            logits=self._logits(),
+            reserve=self.reserve,
+            kv=(blocks + 1) * self.block,
+            free=self.machine.free,
+            block_bytes=self.block,
+            num_blocks=blocks,
+            block_size=self.block_size,
+            max_model_len=self.context,
+            max_num_batched_tokens=self.chunk,
+            max_num_seqs=self.seqs,
+            dtype=self.dtype if self.config.quantization == "none" else f"{self.dtype} + {self.config.quantization}",
+            cost=self.cost,
+            notes=tuple(self.notes),
+        )
+
+    def _refusal(self, floor: int) -> str:
+        need = self.weights + self.reserve + self._activations() + self._logits() + (floor + 1) * self.block
+        return (
+            f"The model does not fit: it needs {format_bytes(need)} (weights {format_bytes(self.weights)}, one step "
+            f"{format_bytes(self._activations() + self._logits())}, reserve {format_bytes(self.reserve)}, KV cache of "
+            f"one sequence of {floor * self.block_size} tokens {format_bytes((floor + 1) * self.block)}), and the "
+            f"budget is {format_bytes(self.budget)} with {format_bytes(self.machine.free)} free. "
+            f"Give it more with --memory, free some, or serve a smaller model."
+        )
