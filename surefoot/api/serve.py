@@ -153,6 +153,7 @@ class Server:
             uvicorn.Config(
                 self._entrance,
                 log_config=None,
+                log_level=server.log_level if server.log_level == "debug" else "warning",
                 access_log=server.log_level == "debug",
                 lifespan="off",
                 ws="none",
@@ -194,19 +195,17 @@ class Server:
 
     async def _load(self) -> EngineClient:
         """Start the worker and, meanwhile, read the tokenizer; then open the entrance."""
-        tokenizer_task = asyncio.create_task(asyncio.to_thread(load_tokenizer, self._files))
         with loading_bar(self._console) as progress:
-            client = await EngineClient.start(
-                self._config,
-                progress=progress,
-                max_queued_requests=self._server.max_queued_requests,
-                max_queued_tokens=self._server.max_queued_tokens,
+            tokenizer, client = await asyncio.gather(
+                asyncio.to_thread(load_tokenizer, self._files),
+                EngineClient.start(
+                    self._config,
+                    progress=progress,
+                    max_queued_requests=self._server.max_queued_requests,
+                    max_queued_tokens=self._server.max_queued_tokens,
+                ),
             )
-        try:
-            self._entrance.app = create_app(client, await tokenizer_task, self._server)
-        except BaseException:
-            await client.stop()
-            raise
+        self._entrance.app = create_app(client, tokenizer, self._server)
         return client
 
     def _announce(self, client: EngineClient, seconds: float) -> None:
@@ -219,7 +218,11 @@ class Server:
         out.print(client.info.plan_text, markup=False)
         for note in client.info.notes:
             out.print(f"note: {note}", markup=False, style="yellow")
-        out.print(f"Ready in {seconds:.1f} s: {name} on {url}/v1 (documentation: {url}/docs)", style="bold green")
+        out.print(
+            f"Ready in {seconds:.1f} s: {name} on {url}/v1 (documentation: {url}/docs)",
+            style="bold green",
+            soft_wrap=True,
+        )
         out.print(
             f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'",
             markup=False,
