@@ -48,7 +48,7 @@ class Trial:
         self.executor = FakeExecutor(self.limits, vocabulary=VOCABULARY, fails=self.fails, bad_row=self.bad_row)
         self.engine = self.make_engine()
         self.now = 0.0
-        self.resizing = False
+        self.forced = False
         self.watch_preemptions()
         self.requests: dict[int, Request] = {}
         self.cancelled: set[int] = set()
@@ -56,6 +56,7 @@ class Trial:
         self.texts: dict[tuple[int, int], list[int]] = defaultdict(list)
         self.finished: dict[tuple[int, int], str] = {}
         self.failures = 0
+        self.limits_move = rng.random() < 0.4
         self.trouble = self.make_trouble()
         self.to_add = [self.make_request(id) for id in range(rng.randint(2, 10))]
 
@@ -136,39 +137,44 @@ class Trial:
         self.check_end()
 
     def stir(self) -> None:
-        """Arrivals, cancellations and moving limits, in any state of the pipeline."""
-        rng = self.random
+        """Arrivals, cancellations, preemptions and moving limits, in any state of the pipeline."""
+        rng, running = self.random, list(self.engine._scheduler.running.values())
         self.executor.free = (1 << 20) if self.trouble.tight[0] <= self.now < self.trouble.tight[1] else 1 << 30
         if self.to_add and rng.random() < 0.3:
             request = self.to_add.pop()
             self.requests[request.id] = request
             self.engine.add(request, self.now)
-        if self.requests and rng.random() < 0.01:
+        if len(self.cancelled) < 2 and self.requests and rng.random() < 0.02:
             id = rng.choice(list(self.requests))
             self.engine.cancel(id)
             self.cancelled.add(id)
-        if rng.random() < 0.02:
+        if self.limits_move and running and rng.random() < 0.02:
+            self.forced = True
+            self.engine._scheduler.preempt(rng.choice(running))
+            self.forced = False
+        if self.limits_move and rng.random() < 0.02:
             self.resize(rng.randint(1, self.limits.num_blocks))
-        if not self.to_add and rng.random() < 0.2:
+        if self.limits_move and not self.to_add and rng.random() < 0.2:
             self.resize(self.limits.num_blocks)
 
     def watch_preemptions(self) -> None:
-        """Law 3: among several running rows the oldest is never preempted, unless its blocks are unmapped."""
+        """Law 3: among several running rows the oldest is never preempted, but by the trial itself."""
         scheduler = self.engine._scheduler
         preempt = scheduler.preempt
 
         def watched(sequence: Sequence) -> None:
             running = scheduler.running.values()
-            unmapped = self.resizing
-            assert unmapped or len(running) == 1 or sequence is not min(running, key=order), "the oldest was preempted"
+            assert self.forced or len(running) == 1 or sequence is not min(running, key=order), (
+                "the oldest was preempted"
+            )
             preempt(sequence)
 
         scheduler.preempt = watched  # type: ignore[method-assign]
 
     def resize(self, capacity: int) -> None:
-        self.resizing = True
+        self.forced = True
         self.take(self.engine.resize(capacity, self.now))
-        self.resizing = False
+        self.forced = False
 
     def take(self, events: list[Emitted | Failed]) -> None:
         for event in events:
