@@ -131,9 +131,11 @@ def serve(
     one stops now.
     """
     from surefoot.api import settings
-    from surefoot.api.serve import serve as run
 
-    raise typer.Exit(run(*settings.resolve(context.params, os.environ)))
+    engine, server = settings.resolve(context.params, os.environ)
+    from surefoot.api.serve import serve as run  # after that, since it takes a second
+
+    raise typer.Exit(run(engine, server))
 
 
 @app.command()
