@@ -26,9 +26,11 @@ ONLY_WORKER = {"core", "device"}
 TORCH_FREE = ("api", "core", "bridge")
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted(ROOT.rglob("*.py")):
-        yield path.relative_to(ROOT).with_suffix("").as_posix(), ast.parse(path.read_text())
+MODULES = [
+    (path.relative_to(ROOT).with_suffix("").as_posix(), ast.parse(path.read_text()))
+    for path in sorted(ROOT.rglob("*.py"))
+]
+each_module = pytest.mark.parametrize(("module", "tree"), MODULES, ids=[module for module, _ in MODULES])
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
@@ -55,7 +57,7 @@ def allowed(module: str, part: str) -> bool:
     return part in FOLDERS[folder] or (module == "bridge/worker" and part in ONLY_WORKER)
 
 
-@pytest.mark.parametrize(("module", "tree"), modules(), ids=lambda value: value if isinstance(value, str) else "")
+@each_module
 def test_imports_go_down_only(module: str, tree: ast.Module) -> None:
     """A module imports its own folder, what lies below it on the path, and the root vocabulary; nothing else."""
     for name in imports(tree):
@@ -64,7 +66,7 @@ def test_imports_go_down_only(module: str, tree: ast.Module) -> None:
             assert allowed(module, rest[0]), f"{module} imports {name}"
 
 
-@pytest.mark.parametrize(("module", "tree"), modules(), ids=lambda value: value if isinstance(value, str) else "")
+@each_module
 def test_text_and_decisions_are_torch_free(module: str, tree: ast.Module) -> None:
     """Only device, model, ops and bridge/worker name torch."""
     folder = module.split("/")[0]
@@ -94,7 +96,7 @@ def catches_memory(handler: ast.ExceptHandler) -> bool:
 def test_running_out_of_memory_is_caught_in_one_function() -> None:
     """In device, model, ops and core one function catches failures of the device: the guard."""
     found = set()
-    for module, tree in modules():
+    for module, tree in MODULES:
         if module.split("/")[0] not in ("device", "model", "ops", "core"):
             continue
         for function in ast.walk(tree):
