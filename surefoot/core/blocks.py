@@ -128,10 +128,10 @@ class Lease:
             self._fresh[key] = self._fresh.get(key, ()) + blocks
         return blocks
 
-    def keep(self, keys: Collection[Key]) -> None:
-        """Hand the blocks of `keys` to their sequences, which now hold them; give the rest back."""
+    def keep(self, keys: Collection[Key] | None = None) -> None:
+        """Hand the blocks of `keys` (None: of all) to their sequences, which now hold them; give the rest back."""
         for key, blocks in self._end().items():
-            if key not in keys:
+            if keys is not None and key not in keys:
                 self._pool.drop(blocks)
 
     def release(self) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from surefoot.config import format_bytes
 from surefoot.core.blame import STRIKES, Blame, Kind, Turn
 from surefoot.core.blocks import Key, Lease
+from surefoot.core.planner import Planned
 from surefoot.core.scheduler import Scheduler
 from surefoot.core.stats import Counters
 from surefoot.types import (
@@ -26,6 +27,9 @@ from surefoot.types import (
     Ticket,
 )
 
+STALL_POLL = 0.05
+"""Seconds between looks at work that nothing can be done about: sequences parked until capacity comes back."""
+
 
 class DeviceLost(Exception):
     """The device does not answer any more: this process cannot serve with it (law 11, LOST)."""
@@ -35,10 +39,13 @@ class DeviceLost(Exception):
 class InFlight:
     """A launched plan and what it needs at its end."""
 
-    plan: StepPlan
+    planned: Planned
     turn: Turn
-    lease: Lease
     ticket: Ticket
+
+    @property
+    def plan(self) -> StepPlan:
+        return self.planned.plan
 
 
 class Engine:
@@ -53,6 +60,7 @@ class Engine:
         self._in_flight: list[InFlight] = []
         self._last_plan = 0
         self._last_failure: StepFailed | None = None
+        self._stalled = False  # the last step found nothing that could run
 
     # ---- from the bridge ---------------------------------------------------------------------------------------------
 
@@ -70,13 +78,16 @@ class Engine:
         return self._scheduler.has_work or bool(self._in_flight)
 
     def idle_until(self, now: float) -> float | None:
-        """The time before which `step` cannot run anything (the card is full), or None to step again at once."""
-        return self._blame.wait_until if now < self._blame.wait_until else None
+        """The time before which `step` need not be called (the card is full, nothing fits), or None for at once."""
+        if now < self._blame.wait_until:
+            return self._blame.wait_until
+        return now + STALL_POLL if self._stalled else None
 
     def step(self, now: float) -> list[Event]:
         """Launch what may run, collect the oldest plan, return what happened. Raises DeviceLost."""
         while len(self._in_flight) < self._depth and (launched := self._launch(now)) is not None:
             self._in_flight.append(launched)
+        self._stalled = not self._in_flight
         if self._in_flight:
             self._collect(now)
         return self._scheduler.take_events()
@@ -105,7 +116,7 @@ class Engine:
     def faults(self) -> list[str]:
         """What does not add up in the block books (law 2); empty when all is well."""
         scheduler = self._scheduler
-        return scheduler.pool.faults(scheduler.holders(flight.lease for flight in self._in_flight))
+        return scheduler.pool.faults(scheduler.holders(flight.planned.lease for flight in self._in_flight))
 
     def check_when_idle(self) -> list[str]:
         """With nothing in flight: repair the block books if they do not add up, count it, say what was found."""
@@ -126,20 +137,17 @@ class Engine:
             return None
         for turn in self._blame.turns(self._scheduler.lives, self._scheduler.runs):
             if (planned := self._plan(turn, now)) is not None:
-                plan, lease = planned
-                self._last_plan = plan.id
-                self._scheduler.pool.launched(plan.id)
-                return InFlight(plan, turn, lease, self._executor.launch(plan))
+                self._last_plan = planned.plan.id
+                self._scheduler.pool.launched(planned.plan.id)
+                return InFlight(planned, turn, self._executor.launch(planned.plan))
         return None
 
-    def _plan(self, turn: Turn, now: float) -> tuple[StepPlan, Lease] | None:
+    def _plan(self, turn: Turn, now: float) -> Planned | None:
         plan_id, scheduler = self._last_plan + 1, self._scheduler
         if turn.kind is Kind.CONTROL:
-            return StepPlan(id=plan_id, works=(), control=True), Lease(scheduler.pool)
+            return Planned(StepPlan(id=plan_id, works=(), control=True), Lease(scheduler.pool), ())
         scheduler.budget.grow(now=now, free=self._executor.free_memory())
-        in_flight = [flight.plan for flight in self._in_flight]
-        scheduler.make_room(scheduler.ahead(in_flight))
-        return scheduler.plan(plan_id, turn, scheduler.ahead(in_flight))
+        return scheduler.plan(plan_id, turn, [flight.planned for flight in self._in_flight])
 
     # ---- collect -----------------------------------------------------------------------------------------------------
 
@@ -154,7 +162,7 @@ class Engine:
 
     def _commit(self, flight: InFlight, done: StepDone, now: float) -> None:
         self._count_step(flight.plan)
-        self._scheduler.commit(flight.plan, flight.lease, done.rows)
+        self._scheduler.commit(flight.planned, done.rows)
         self._scheduler.budget.committed(flight.plan.tokens, now=now)
         self._blame.committed(flight.turn, flight.plan, now)
         if self._blame.convicted is not None:
@@ -167,7 +175,7 @@ class Engine:
             self._executor.collect(later.ticket)
             self._scheduler.pool.retired(later.plan.id)
         for each in reversed([flight, *self._in_flight]):
-            self._scheduler.rollback(each.lease)
+            self._scheduler.rollback(each.planned)
         self._in_flight.clear()
         if failure.kind is FailureKind.LOST:
             raise DeviceLost(failure.reason)

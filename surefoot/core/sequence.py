@@ -12,7 +12,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from surefoot.core.blocks import Key
-from surefoot.types import Request, Sample, SamplingParams
+from surefoot.types import Limits, Request, Sample, SamplingParams
 
 
 def child_seed(seed: int, child: int) -> int:
@@ -35,6 +35,10 @@ class Sequence:
     seed: int
     forks: int
     """Children still to be split off when the prompt is computed."""
+    longest: int
+    """Tokens, prompt included, at which it ends."""
+    stops: frozenset[int]
+    """Tokens that end it, once min_tokens have been emitted."""
     computed: int = 0
     table: tuple[int, ...] = ()
     slot: int | None = None
@@ -52,19 +56,36 @@ class Sequence:
         self.params = self.request.params
 
     @classmethod
-    def of(cls, request: Request, arrival: int) -> Sequence:
+    def of(cls, request: Request, arrival: int, limits: Limits) -> Sequence:
         """Child 0 of a new request."""
-        prompt = array("i")
+        prompt, params = array("i"), request.params
         prompt.frombytes(request.prompt)
-        seed = request.params.seed
-        assert seed is not None, "a seed is drawn at admission"
-        return cls(request, 0, arrival, prompt.tolist(), len(prompt), seed, request.params.n - 1)
+        assert params.seed is not None, "a seed is drawn at admission"
+        asked = limits.max_model_len if params.max_tokens is None else len(prompt) + params.max_tokens
+        return cls(
+            request,
+            child=0,
+            arrival=arrival,
+            tokens=prompt.tolist(),
+            prompt_length=len(prompt),
+            seed=params.seed,
+            forks=params.n - 1,
+            longest=min(limits.max_model_len, asked),
+            stops=frozenset(params.stop_token_ids).union(() if params.ignore_eos else limits.eos_token_ids),
+        )
 
     def fork(self, child: int, token: int) -> Sequence:
         """Child `child`, whose first token is `token`; it holds no blocks yet."""
-        tokens = [*self.tokens[: self.prompt_length], token]
         return Sequence(
-            self.request, child, self.arrival, tokens, self.prompt_length, child_seed(self.seed, child), forks=0
+            self.request,
+            child=child,
+            arrival=self.arrival,
+            tokens=[*self.tokens[: self.prompt_length], token],
+            prompt_length=self.prompt_length,
+            seed=child_seed(self.seed, child),
+            forks=0,
+            longest=self.longest,
+            stops=self.stops,
         )
 
     @property
@@ -78,7 +99,7 @@ class Sequence:
 
     def samples(self, pending: int) -> tuple[Sample, ...]:
         """The draws from the logits of the last token, `pending` of which are still in flight."""
-        own = Sample(self.child, self.seed, self.emitted + pending)
+        own = Sample(self.child, self.seed, len(self.tokens) - self.prompt_length + pending)
         if not self.forks or pending:
             return (own,)
         others = range(self.child + 1, self.child + 1 + self.forks)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from surefoot.core import blame as blame_module
-from surefoot.core.blocks import Lease
 from surefoot.core.engine import Engine
+from surefoot.core.planner import Planned
 from surefoot.core.policy import order
 from surefoot.types import StepPlan
 from tests.core.trials import Trial
@@ -24,8 +24,8 @@ def advances_in_plan(engine: Engine) -> None:
 
     def broken(*args: Any) -> Any:
         planned = plan(*args)
-        for work in planned[0].works if planned else ():
-            scheduler.running[work.key].computed = work.end
+        for sequence, work in zip(planned.sequences, planned.plan.works, strict=True) if planned else ():
+            sequence.computed = work.end
         return planned
 
     scheduler.plan = broken  # type: ignore[method-assign]
@@ -33,7 +33,7 @@ def advances_in_plan(engine: Engine) -> None:
 
 def forgets_the_lease(engine: Engine) -> None:
     """Law 1: a failed plan keeps its blocks."""
-    engine._scheduler.rollback = lambda lease: None  # type: ignore[method-assign]
+    engine._scheduler.rollback = lambda planned: None  # type: ignore[method-assign]
 
 
 def keeps_blocks_of_dead_rows(engine: Engine) -> None:
@@ -41,10 +41,10 @@ def keeps_blocks_of_dead_rows(engine: Engine) -> None:
     scheduler = engine._scheduler
     commit = scheduler.commit
 
-    def broken(plan: StepPlan, lease: Lease, rows: Any) -> None:
-        keep = lease.keep
-        lease.keep = lambda keys: keep({work.key for work in plan.works})  # type: ignore[method-assign]
-        commit(plan, lease, rows)
+    def broken(planned: Planned, rows: Any) -> None:
+        keep = planned.lease.keep
+        planned.lease.keep = lambda keys=None: keep()  # type: ignore[method-assign]
+        commit(planned, rows)
 
     scheduler.commit = broken  # type: ignore[method-assign]
 
@@ -62,12 +62,12 @@ def shares_without_counting(engine: Engine) -> None:
 
 def writes_in_shared_blocks(engine: Engine) -> None:
     """Law 4: a fork writes in its parent's half full block."""
-    engine._scheduler._must_copy = lambda sequence, position: False  # type: ignore[method-assign]
+    engine._scheduler.planner.must_copy = lambda sequence, start, table: False  # type: ignore[method-assign]
 
 
 def trusts_an_empty_pool_row(engine: Engine) -> None:
     """Law 4: a child's row of the token pool is taken to hold what its parent's does."""
-    engine._scheduler._is_new_fork = lambda sequence, start: False  # type: ignore[method-assign]
+    engine._scheduler.planner.is_new_fork = lambda sequence, start: False  # type: ignore[method-assign]
 
 
 def preempts_the_oldest(engine: Engine) -> None:
@@ -80,7 +80,7 @@ def preempts_the_oldest(engine: Engine) -> None:
 
 def never_preempts(engine: Engine) -> None:
     """Law 3: rows that cannot grow wait for each other."""
-    engine._scheduler._needed = lambda ahead: 0  # type: ignore[method-assign]
+    engine._scheduler._short = lambda ahead: False  # type: ignore[method-assign]
 
 
 def never_parks(engine: Engine) -> None:
@@ -175,7 +175,7 @@ def lets_the_suspect_stay(engine: Engine) -> None:
 def ignores_epochs(engine: Engine) -> None:
     """Law 9: results of a row that was preempted or cancelled meanwhile are committed."""
     scheduler = engine._scheduler
-    scheduler._current = lambda work: work.key in scheduler.running  # type: ignore[method-assign]
+    scheduler._current = lambda sequence, work: sequence.running  # type: ignore[method-assign]
 
 
 def shows_tokens_after_the_stop(engine: Engine) -> None:
@@ -190,9 +190,9 @@ def fails_the_batch_for_a_row(engine: Engine) -> None:
     scheduler = engine._scheduler
     commit = scheduler.commit
 
-    def broken(plan: StepPlan, lease: Lease, rows: Any) -> None:
+    def broken(planned: Planned, rows: Any) -> None:
         bad = next((row for row in rows if row.error), None)
-        commit(plan, lease, [bad] * len(rows) if bad else rows)
+        commit(planned, [bad] * len(rows) if bad else rows)
 
     scheduler.commit = broken  # type: ignore[method-assign]
 
