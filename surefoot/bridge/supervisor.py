@@ -23,16 +23,9 @@ import surefoot
 WORKER = ("-P", "-m", "surefoot.bridge.worker")
 """-P keeps the user's folder off the module path: a `random.py` there must not end the worker."""
 
-WORKER_ENVIRONMENT = {
-    # Threads that spin for work, beside a busy process, made a small linear layer 12-40 times slower.
-    "OMP_WAIT_POLICY": "PASSIVE",
-    # Large tensors get mappings of their own, so that the memory of a large step goes back when it ends.
-    "MALLOC_MMAP_THRESHOLD_": str(4 << 20),
-    "MALLOC_TRIM_THRESHOLD_": str(32 << 20),
-    # Every further arena reserves 64 MiB of address space, which a limit on it would count.
-    "MALLOC_ARENA_MAX": "2",
-}
-"""Set for the worker unless the user set them."""
+WORKER_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Set for the worker unless the user set it: threads that spin for work, beside a busy process, made a small linear
+layer 12-40 times slower."""
 
 
 class WorkerProcess:
