@@ -41,4 +41,4 @@ def rotate_(x: Tensor, turns: Tensor) -> None:
         rotate_(wide, turns)
         x.copy_(wide)
         return
-    torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(turns.unsqueeze(1))
+    torch.view_as_complex(x.view(*x.shape[:-1], -1, 2)).mul_(turns.unsqueeze(1))

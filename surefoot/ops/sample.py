@@ -26,11 +26,11 @@ def penalize_(
     token seen; presence and frequency subtract, of the tokens drawn.
     """
     if repetition != 1.0:
-        seen = history.unique().long()
+        seen = torch.unique(history).long()
         values = logits[seen]
         logits[seen] = torch.where(values > 0, values / repetition, values * repetition)
     if outputs and (presence or frequency):
-        drawn, counts = history[-outputs:].unique(return_counts=True)
+        drawn, counts = torch.unique(history[-outputs:], return_counts=True)
         logits[drawn.long()] -= presence + frequency * counts
 
 
@@ -127,7 +127,7 @@ def splitmix64(value: int) -> int:
 
 
 def _mix32(bits: Tensor) -> Tensor:
-    """A bijection on 32-bit integers, held in int64 so that shifts are logical; products wrap modulo 2^64, cut to 32."""
+    """A bijection on 32-bit integers, held in int64 so that shifts are logical; products are cut to 32 bits."""
     bits = bits ^ (bits >> 16)
     bits = bits.mul_(0x7FEB352D).bitwise_and_(_M32)
     bits ^= bits >> 15
