@@ -142,9 +142,14 @@ class Api:
 
     def _card(self, name: str) -> dict[str, Any]:
         return {
-            "id": name, "object": "model", "created": self._created, "owned_by": "surefoot", "root": self._serving.names[0],
-            "parent": None, "max_model_len": self._serving.max_model_len,
-        }  # fmt: skip
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "surefoot",
+            "root": self._serving.names[0],
+            "parent": None,
+            "max_model_len": self._serving.max_model_len,
+        }
 
     async def live(self) -> Response:
         """200 while this process answers at all."""

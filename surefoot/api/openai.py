@@ -54,12 +54,16 @@ def _stop(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+Tokens = Annotated[int, Field(ge=1, lt=1 << 63)]
+"""A number of tokens to generate."""
+
+
 class Sampling(Schema):
     """Fields that both generating endpoints share. Null means: not given."""
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Tokens | None = None
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -145,7 +149,7 @@ Messages = Annotated[list[Message], Field(min_length=1)]
 
 class ChatRequest(Sampling):
     messages: Messages
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
@@ -289,7 +293,7 @@ def _explain(schema: type[Schema], error: ValidationError) -> InvalidRequest:
     found = error.errors(include_url=False)
     first = max((item for item in found if item["loc"][:1] == found[0]["loc"][:1]), key=lambda item: len(item["loc"]))
     path = _path(first["loc"])
-    field = str(first["loc"][0]) if first["loc"] else None
+    field = str(first["loc"][0])[:80] if first["loc"] else None
     if first["type"] == "extra_forbidden":
         near = difflib.get_close_matches(path, schema.model_fields, n=1)
         tip = f"Did you mean {near[0]}?" if near else "The fields are listed under /docs."

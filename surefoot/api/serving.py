@@ -105,9 +105,9 @@ class Serving:
         generation = request.add_generation_prompt is not False
         special = request.add_special_tokens is True
         ids = await self._prepare(lambda: self._chat_ids(turns, generation=generation, special=special))
-        return Job(
-            prompts=((ids, self._fit(ids, params, default=None)),), priority=request.priority or 0, arrival=arrival
-        )
+        output = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+        prompts = ((ids, self._fit(ids, params, default=None, names=("messages", output))),)
+        return Job(prompts=prompts, priority=request.priority or 0, arrival=arrival)
 
     async def completion_job(self, request: CompletionRequest, arrival: float) -> Job:
         """Tokenize and fit the prompts of a completion. Raises RequestError."""
@@ -115,7 +115,8 @@ class Serving:
         self.check_model(request.model)
         special = request.add_special_tokens is not False
         prompts = await self._prepare(lambda: [self._prompt_ids(prompt, special=special) for prompt in request.prompts])
-        fitted = [(ids, self._fit(ids, params, default=COMPLETION_MAX_TOKENS)) for ids in prompts]
+        names = ("prompt", "max_tokens")
+        fitted = [(ids, self._fit(ids, params, default=COMPLETION_MAX_TOKENS, names=names)) for ids in prompts]
         if request.seed is None:  # otherwise prompts that are alike would get texts that are alike
             fitted[1:] = [(ids, msgspec.structs.replace(each, seed=draw_seed())) for ids, each in fitted[1:]]
         return Job(prompts=tuple(fitted), priority=request.priority or 0, arrival=arrival)
@@ -168,14 +169,16 @@ class Serving:
             raise InvalidRequest(f"{param} is empty: it has no tokens to continue from.", param=param)
         return ids
 
-    def _fit(self, ids: list[int], params: SamplingParams, *, default: int | None) -> SamplingParams:
-        """Parameters with `max_tokens` set, so that prompt and output fit into the context."""
+    def _fit(
+        self, ids: list[int], params: SamplingParams, *, default: int | None, names: tuple[str, str]
+    ) -> SamplingParams:
+        """Parameters with `max_tokens` set, so that prompt and output fit; `names` are the fields of these two."""
         room = self.max_model_len - len(ids)
         wanted = params.max_tokens
         if wanted is None:
             wanted = room if default is None else min(default, room)
         if room < 1 or wanted > room:
-            raise self._too_long(len(ids), max(wanted, 1), "max_tokens" if room > 0 else "input_tokens")
+            raise self._too_long(len(ids), max(wanted, 1), names[room > 0])
         if params.min_tokens > wanted:
             raise InvalidRequest(
                 f"min_tokens must be at most max_tokens={wanted}, got {params.min_tokens}.", param="min_tokens"

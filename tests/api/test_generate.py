@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import httpx
 import openai
 import pytest
+from structlog.testing import capture_logs
 
 from surefoot.api.tokenizer import Tokenizer
 from surefoot.errors import EngineFailure, InsufficientMemory, Overloaded
@@ -272,7 +273,8 @@ def test_failure_before_the_first_token(
 def test_failure_in_a_stream(http: httpx.Client, engine: FakeEngine, error: Exception) -> None:
     """A stream that fails ends in exactly one error event, without [DONE] and without internals."""
     engine.failure, engine.fail_at = error, 3
-    with http.stream("POST", "/v1/chat/completions", json=CHAT | {"stream": True}) as response:
+    stream = http.stream("POST", "/v1/chat/completions", json=CHAT | {"stream": True})
+    with capture_logs(), stream as response:
         events = [json.loads(event) for event in frames(response)]
     assert ["error" in event for event in events] == [False] * (len(events) - 1) + [True]
     assert events[-1]["error"]["code"] == (413 if isinstance(error, InsufficientMemory) else 500)
@@ -291,7 +293,8 @@ def test_the_client_library_raises_in_a_stream(client: openai.OpenAI, engine: Fa
 def test_unexpected_failure(http: httpx.Client, engine: FakeEngine) -> None:
     """A bug is a 500 in the usual shape that tells no internals."""
     engine.failure = ValueError("secret")
-    response = http.post("/v1/completions", json=TEXTS)
+    with capture_logs():
+        response = http.post("/v1/completions", json=TEXTS)
     assert response.status_code == 500
     assert response.json()["error"]["type"] == "InternalServerError"
     assert "secret" not in response.text
