@@ -33,13 +33,21 @@ def engine(_server: tuple[str, FakeEngine]) -> FakeEngine:
     return _server[1]
 
 
-@pytest.fixture
-def http(_server: tuple[str, FakeEngine], engine: FakeEngine) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=_server[0], timeout=10) as client:
-        yield client
+@pytest.fixture(scope="session")
+def _clients(_server: tuple[str, FakeEngine]) -> Iterator[tuple[httpx.Client, openai.OpenAI]]:
+    url = _server[0]
+    with (
+        httpx.Client(base_url=url, timeout=10) as http,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=10) as client,
+    ):
+        yield http, client
 
 
 @pytest.fixture
-def client(_server: tuple[str, FakeEngine], engine: FakeEngine) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{_server[0]}/v1", api_key="none", max_retries=0, timeout=10) as client:
-        yield client
+def http(_clients: tuple[httpx.Client, openai.OpenAI], engine: FakeEngine) -> httpx.Client:
+    return _clients[0]
+
+
+@pytest.fixture
+def client(_clients: tuple[httpx.Client, openai.OpenAI], engine: FakeEngine) -> openai.OpenAI:
+    return _clients[1]
