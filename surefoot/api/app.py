@@ -31,7 +31,7 @@ from surefoot.api.sse import EventStream, unless_disconnected
 from surefoot.api.tokenizer import Tokenizer
 from surefoot.config import ServerConfig
 from surefoot.errors import EngineFailure, InvalidRequest, MethodNotAllowed, NotFound, Overloaded, RequestError
-from surefoot.sampling import check_token_ids, shown
+from surefoot.sampling import shown
 
 _S = TypeVar("_S", bound=openai.Schema)
 
@@ -118,17 +118,14 @@ class Api:
         """Token ids of a text or of a conversation."""
         asked = await self._read(request, TokenizeRequest)
         asked.check()
-        ids = await self._serving.tokenize(asked)
-        strings = [self._serving.tokenizer.token_text(token) for token in ids] if asked.return_token_strs else None
+        ids, strings = await self._serving.tokenize(asked)
         length = self._serving.max_model_len
         return JsonResponse({"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": strings})
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
         asked = await self._read(request, DetokenizeRequest)
-        self._serving.check_model(asked.model)
-        check_token_ids("tokens", asked.tokens, self._serving.tokenizer.token_count)
-        return JsonResponse({"prompt": self._serving.tokenizer.decode(asked.tokens)})
+        return JsonResponse({"prompt": await self._serving.detokenize(asked)})
 
     # ---- models, health, numbers ------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import msgspec
 from surefoot.api.detok import Detokenizer
 from surefoot.api.engine import Engine, Handle
 from surefoot.api.metrics import Metrics
-from surefoot.api.openai import ChatRequest, CompletionRequest, Prompt, TokenizeRequest
+from surefoot.api.openai import ChatRequest, CompletionRequest, DetokenizeRequest, Prompt, TokenizeRequest
 from surefoot.api.tokenizer import Tokenizer
 from surefoot.errors import InvalidRequest, NotFound, Overloaded
 from surefoot.sampling import check_token_ids, draw_seed, shown, validate
@@ -121,17 +121,30 @@ class Serving:
             fitted[1:] = [(ids, msgspec.structs.replace(each, seed=draw_seed())) for ids, each in fitted[1:]]
         return Job(prompts=tuple(fitted), priority=request.priority or 0, arrival=arrival)
 
-    async def tokenize(self, request: TokenizeRequest) -> list[int]:
-        """The ids of a text or of a chat; without a limit on their number but the body's."""
+    async def tokenize(self, request: TokenizeRequest) -> tuple[list[int], list[str] | None]:
+        """Ids, and strings where wanted, of a text or of a chat; no limit on their number but the body's."""
         self.check_model(request.model)
-        if request.messages is not None:
+        return await self._prepare(lambda: self._tokenize(request))
+
+    def _tokenize(self, request: TokenizeRequest) -> tuple[list[int], list[str] | None]:
+        if request.messages is None:
+            text, special = request.prompt or "", request.add_special_tokens is not False
+        else:
             turns = [message.turn() for message in request.messages]
             generation = request.add_generation_prompt is not False
-            text = await self._prepare(lambda: self.tokenizer.render_chat(turns, add_generation_prompt=generation))
+            text = self.tokenizer.render_chat(turns, add_generation_prompt=generation)
             special = request.add_special_tokens is True
-        else:
-            text, special = request.prompt or "", request.add_special_tokens is not False
-        return await self._prepare(lambda: self.tokenizer.encode(text, add_special_tokens=special))
+        ids = self.tokenizer.encode(text, add_special_tokens=special)
+        return ids, [self.tokenizer.token_text(token) for token in ids] if request.return_token_strs else None
+
+    async def detokenize(self, request: DetokenizeRequest) -> str:
+        """The text of token ids."""
+        self.check_model(request.model)
+        return await self._prepare(lambda: self._detokenize(request.tokens))
+
+    def _detokenize(self, tokens: list[int]) -> str:
+        check_token_ids("tokens", tokens, self.tokenizer.token_count)
+        return self.tokenizer.decode(tokens)
 
     async def _prepare(self, work: Callable[[], _T]) -> _T:
         """Run `work` off the event loop; how many may wait for that is bounded."""
