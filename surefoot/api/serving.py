@@ -32,7 +32,7 @@ COMPLETION_MAX_TOKENS: Final = 16
 _T = TypeVar("_T")
 
 
-class Job(Value):
+class Job(Value, frozen=True, kw_only=True):
     """What to generate: each prompt with its own parameters, alike but for `max_tokens` and a drawn seed."""
 
     prompts: tuple[tuple[list[int], SamplingParams], ...]
