@@ -25,7 +25,7 @@ QUERY_TILE = 64
 _ITEM = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
-class MachineMemory(Value):
+class MachineMemory(Value, frozen=True):
     """What `device.memory.measure` found, in bytes. `limit` is the tightest bound on this process, if there is one."""
 
     total: int
@@ -33,7 +33,7 @@ class MachineMemory(Value):
     limit: int | None = None
 
 
-class StepCost(Value):
+class StepCost(Value, frozen=True):
     """Bytes that one step allocates, as coefficients of its shape."""
 
     token: int
@@ -58,7 +58,7 @@ class StepCost(Value):
         )
 
 
-class MemoryPlan(Value):
+class MemoryPlan(Value, frozen=True):
     """What was fitted. All sizes in bytes."""
 
     budget: int
@@ -170,11 +170,11 @@ class _Fitting:
         self.machine = machine
         self.device = device
         self.dtype = dtype
-        self.notes: list[str] = []
         self.block_size = config.block_size or (16 if cpu else 128)
         self.chunk = config.max_num_batched_tokens or (512 if cpu else 8192)
         self.seqs = config.max_num_seqs or (16 if cpu else 256)
         self.context = self._asked_context()
+        self.asked = self._settings()
         self.budget = self._budget()
         self.cost = step_cost(spec, device=device, dtype=dtype)
         self.weights = weight_bytes(spec, device=device, dtype=dtype, quantization=config.quantization)
@@ -183,16 +183,13 @@ class _Fitting:
 
     def fit(self) -> MemoryPlan:
         floor = -(-min(MIN_CONTEXT, self.context) // self.block_size)
-        smallest = min(self.chunk, self.block_size)
-        while self._blocks() < floor and (self.chunk > smallest or self.seqs > 1):
-            self._shrink(smallest)
+        while self._blocks() < floor and self._shrink():
+            pass
         if self._blocks() < floor:
             raise DoesNotFit(self._refusal(floor))
         blocks = self._blocks()
         held = blocks * self.block_size
-        if self.context > held:
-            self._note(f"max_model_len is {held}, not {self.context}: that is what the KV cache holds")
-            self.context = held
+        self.context = min(self.context, held)
         needed = self.seqs * -(-self.context // self.block_size)
         return self._plan(min(blocks, needed))
 
@@ -220,17 +217,37 @@ class _Fitting:
         left = self.budget - self.weights - self.reserve - self._activations() - self._logits()
         return max(0, left // self.block - 1)
 
-    def _shrink(self, smallest: int) -> None:
-        """Half a step, then half the sequences: a smaller step costs speed, fewer sequences cost queueing."""
-        if self.chunk > smallest:
-            self._note(f"max_num_batched_tokens is {max(smallest, self.chunk // 2)}, not {self.chunk}, to fit")
-            self.chunk = max(smallest, self.chunk // 2)
-        else:
-            self._note(f"max_num_seqs is {self.seqs // 2}, not {self.seqs}, to fit")
-            self.seqs //= 2
+    def _shrink(self) -> bool:
+        """Half a step, then half the sequences, then half the context; False where all are at their smallest.
 
-    def _note(self, text: str) -> None:
-        self.notes = [note for note in self.notes if note.split()[0] != text.split()[0]] + [text]
+        A smaller step costs speed, fewer sequences cost queueing, a shorter context refuses requests.
+        """
+        smallest = min(self.chunk, self.block_size)
+        if self.chunk > smallest:
+            self.chunk = max(smallest, self.chunk // 2)
+        elif self.seqs > 1:
+            self.seqs //= 2
+        elif self.context > MIN_CONTEXT:
+            self.context = max(MIN_CONTEXT, self.context // 2)
+        else:
+            return False
+        return True
+
+    def _notes(self) -> tuple[str, ...]:
+        """What is not as it was asked for, or as the default has it."""
+        got = self._settings()
+        return tuple(
+            f"{name} is {got[name]}, not {asked}, to fit into {format_bytes(self.budget)}"
+            for name, asked in self.asked.items()
+            if got[name] != asked
+        )
+
+    def _settings(self) -> dict[str, int]:
+        return {
+            "max_model_len": self.context,
+            "max_num_batched_tokens": self.chunk,
+            "max_num_seqs": self.seqs,
+        }
 
     def _plan(self, blocks: int) -> MemoryPlan:
         return MemoryPlan(
@@ -249,7 +266,7 @@ class _Fitting:
             max_num_seqs=self.seqs,
             dtype=self.dtype if self.config.quantization == "none" else f"{self.dtype} + {self.config.quantization}",
             cost=self.cost,
-            notes=tuple(self.notes),
+            notes=self._notes(),
         )
 
     def _refusal(self, floor: int) -> str:

@@ -63,7 +63,9 @@ class Driver:
     free_slots: int = 0
     free_block: int = 0
 
-    def sequence(self, tokens: Iterable[int], *, room: int = 64, params: SamplingParams = GREEDY, seed: int = 0) -> Sequence:
+    def sequence(
+        self, tokens: Iterable[int], *, room: int = 64, params: SamplingParams = GREEDY, seed: int = 0
+    ) -> Sequence:
         """A sequence on blocks and a slot of its own, with room for more tokens."""
         tokens = list(tokens)
         limits = self.device.limits
@@ -97,7 +99,9 @@ class Driver:
             decoding=bool(sequence.outputs) and len(given) == 1,
         )
 
-    def run(self, *works: Work, control: bool = False, copies: tuple[tuple[int, int], ...] = ()) -> StepDone | StepFailed:
+    def run(
+        self, *works: Work, control: bool = False, copies: tuple[tuple[int, int], ...] = ()
+    ) -> StepDone | StepFailed:
         """Launch and collect one plan."""
         self.plans += 1
         plan = StepPlan(id=self.plans, works=works, control=control, copies=copies)
