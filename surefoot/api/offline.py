@@ -327,9 +327,18 @@ class LoopThread:
             raise
 
     def stop(self) -> None:
+        """Cancel what still runs there and end the thread."""
+        self.run(_cancel_others())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 def _close(loop: LoopThread, client: EngineClient) -> None:

@@ -15,7 +15,7 @@ import errno
 import signal
 import socket
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,9 +25,7 @@ from rich.console import Console
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from surefoot import checkpoint
-from surefoot.api.app import create_app
 from surefoot.api.progress import loading_bar
-from surefoot.api.tokenizer import load_tokenizer
 from surefoot.bridge import logs
 from surefoot.bridge.client import EngineClient
 from surefoot.config import EngineConfig, ServerConfig
@@ -48,6 +46,8 @@ def serve(config: EngineConfig, server: ServerConfig) -> int:
     files = checkpoint.find(config.model, weights=config.load_format != "dummy")
     if not server.served_model_name:
         server = msgspec.structs.replace(server, served_model_name=(files.name,))
+    if config.faults and not config.allow_fault_injection:
+        log.warning("SUREFOOT_FAULTS is not obeyed without --allow-fault-injection")
     with listen(server.host, server.port) as sock, asyncio.Runner(loop_factory=_new_loop) as runner:
         return runner.run(Server(config, server, files, sock).run())
 
@@ -194,10 +194,12 @@ class Server:
         return 0 if alive else WorkerLost.exit_code
 
     async def _load(self) -> EngineClient:
-        """Start the worker and, meanwhile, read the tokenizer; then open the entrance."""
+        """Start the worker and, meanwhile, prepare the application; then open the entrance."""
+        build: Callable[[EngineClient], ASGIApp]
+        client: EngineClient
         with loading_bar(self._console) as progress:
-            tokenizer, client = await asyncio.gather(
-                asyncio.to_thread(load_tokenizer, self._files),
+            build, client = await asyncio.gather(
+                asyncio.to_thread(self._prepare_app),
                 EngineClient.start(
                     self._config,
                     progress=progress,
@@ -205,8 +207,16 @@ class Server:
                     max_queued_tokens=self._server.max_queued_tokens,
                 ),
             )
-        self._entrance.app = create_app(client, tokenizer, self._server)
+        self._entrance.app = build(client)
         return client
+
+    def _prepare_app(self) -> Callable[[EngineClient], ASGIApp]:
+        """The tokenizer and the application, made in a thread: importing them takes half of the worker's start."""
+        from surefoot.api.app import create_app
+        from surefoot.api.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(self._files)
+        return lambda client: create_app(client, tokenizer, self._server)
 
     def _announce(self, client: EngineClient, seconds: float) -> None:
         host, port = self._socket.getsockname()[:2]

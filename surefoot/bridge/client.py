@@ -344,8 +344,9 @@ class EngineClient:
                     self._dispatch(message.events)
                 elif isinstance(message, wire.Fatal):
                     self._fatal = message
-        except errors.SurefootError as error:
-            cause = error.message
+        except Exception as error:
+            # Whatever went wrong in here, nobody would be told anything any more: end it for all, with the reason.
+            cause = f"{type(error).__name__}: {error}"
             self._worker.kill()
         await self._bury(cause)
 

@@ -165,7 +165,7 @@ class Unframer:
         """Bytes of a frame that is not complete yet."""
         return len(self._buffer)
 
-    def feed(self, data: bytes) -> list[bytes]:
+    def feed(self, data: bytes | memoryview) -> list[bytes]:
         """The bodies completed by `data`, in order. Raises WireError for a length beyond MAX_FRAME."""
         self._buffer += data
         bodies, start = [], 0

@@ -31,7 +31,7 @@ from surefoot.errors import StartupError, WorkerLost
 from surefoot.types import Event, Failed, Snapshot
 
 PR_SET_PDEATHSIG = 1
-CHUNK = 1 << 20
+CHUNK = 1 << 18
 
 log = structlog.get_logger()
 
@@ -42,6 +42,7 @@ class Connection:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._unframer = wire.Unframer()
+        self._chunk = memoryview(bytearray(CHUNK))  # made once: there may be no memory for another when it is needed
 
     def send(self, message: wire.FromWorker) -> None:
         """Blocks until the whole message is on its way. Raises ConnectionError if the API process is gone."""
@@ -54,10 +55,10 @@ class Connection:
         """
         bodies: list[bytes] = []
         while select.select([self._socket], [], [], timeout)[0]:
-            data = self._socket.recv(CHUNK)
-            if not data:
+            count = self._socket.recv_into(self._chunk)
+            if not count:
                 raise ConnectionResetError("the API process closed the socket")
-            bodies += self._unframer.feed(data)
+            bodies += self._unframer.feed(self._chunk[:count])
             timeout = 0.0
         return [wire.decode_to_worker(body) for body in bodies]
 
@@ -166,7 +167,8 @@ def run(connection: Connection, engine: Engine, clock: Callable[[], float] = tim
         reporter.report(engine.step(clock()))
         if busy and not engine.has_work:
             busy = False
-            engine.check_when_idle()
+            for fault in engine.check_when_idle():
+                log.error("the books of KV blocks did not add up and were repaired", fault=fault)
             reporter.report([])
             gc.collect()
 
@@ -216,8 +218,6 @@ def log_step(events: list[Event], before: Snapshot, after: Snapshot) -> None:
         log.warning("a step failed and its rows are tried again, apart", steps_fault=after.steps_fault)
     if after.rows_failed > before.rows_failed:
         log.warning("a row came out wrong and failed alone", rows_failed=after.rows_failed)
-    if after.leaks_repaired > before.leaks_repaired:
-        log.error("KV blocks had leaked and were repaired", leaks_repaired=after.leaks_repaired)
     for event in events:
         if isinstance(event, Failed):
             log.warning("request failed", request=event.request, kind=event.kind, message=event.message)

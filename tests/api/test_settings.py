@@ -74,7 +74,7 @@ def test_bad_values_name_their_source(name: str, text: str) -> None:
 
 def test_unknown_variables_are_refused_with_a_hint() -> None:
     """A mistyped variable does not become the default: the error names it and what may have been meant."""
-    with pytest.raises(ConfigError, match="SUREFOOT_MAX_MODEL_LENGTH.*SUREFOOT_MAX_MODEL_LEN"):
+    with pytest.raises(ConfigError, match=r"SUREFOOT_MAX_MODEL_LENGTH.*SUREFOOT_MAX_MODEL_LEN"):
         settings.resolve({}, {"SUREFOOT_MAX_MODEL_LENGTH": "4096"})
 
 
@@ -102,7 +102,7 @@ def test_an_empty_file_is_fine_and_a_missing_one_is_not(tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text("# nothing yet\n")
     assert settings.resolve({"config": str(path)}, {})[1] == ServerConfig()
-    with pytest.raises(ConfigError, match="absent.yaml"):
+    with pytest.raises(ConfigError, match=r"absent\.yaml"):
         settings.resolve({"config": str(tmp_path / "absent.yaml")}, {})
 
 
