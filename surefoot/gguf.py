@@ -24,6 +24,8 @@ BLOCKS = {
     "Q4_0": (32, 18),
     "Q4_1": (32, 20),
     "Q8_0": (32, 34),
+    "Q4_K": (256, 144),
+    "Q6_K": (256, 210),
 }
 """Readable tensor types: elements and bytes of a block."""
 _TYPE_NAMES = {

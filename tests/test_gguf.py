@@ -116,7 +116,7 @@ def key(name: bytes, kind: int, value: bytes) -> bytes:
         (header_bytes(keys=1, rest=key(b"a.b", 8, struct.pack("<Q", 2) + b"\xff\xfe")), r"a\.b is corrupt"),
         (header_bytes(keys=1, rest=key(b"general.alignment", 4, bytes(4))), "general.alignment 0"),
         (header_bytes(tensors=1, rest=key(b"t", 5, b"")), "t has 5 dimensions"),
-        (header_bytes(tensors=1, rest=key(b"t", 1, struct.pack("<QIQ", 256, 12, 0))), "t has type Q4_K"),
+        (header_bytes(tensors=1, rest=key(b"t", 1, struct.pack("<QIQ", 256, 13, 0))), "t has type Q5_K"),
         (header_bytes(tensors=1, rest=key(b"t", 1, struct.pack("<QIQ", 33, 8, 0))), "blocks of 32"),
         (header_bytes(tensors=1, rest=key(b"t", 1, struct.pack("<QIQ", 32, 0, 0))), "tensor t ends at byte"),
     ],

@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from surefoot.checkpoint import Checkpoint, find
 from surefoot.errors import CheckpointError
 from surefoot.gguf import read_header
-from surefoot.model.weights import dummy, expected_names, huggingface_name, load
+from surefoot.model.layout import huggingface_name
+from surefoot.model.weights import dummy, expected_names, load
 from surefoot.spec import ModelSpec, read_spec, tensor_shapes
 
 oracle = pytest.importorskip("gguf")
