@@ -19,6 +19,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 import msgspec
+import psutil
 import structlog
 import uvicorn
 from rich.console import Console
@@ -179,11 +180,10 @@ class Server:
         return outcome
 
     async def _life(self, signals: Signals) -> int:
-        begun = time.monotonic()
         client = await unless(signals.first, self._load())
         if client is None:
             return 0
-        self._announce(client, time.monotonic() - begun)
+        self._announce(client)
         lost = await unless(signals.first, client.wait_lost())
         if lost is None:
             await self._drain(client, signals)
@@ -218,7 +218,8 @@ class Server:
         tokenizer = load_tokenizer(self._files)
         return lambda client: create_app(client, tokenizer, self._server)
 
-    def _announce(self, client: EngineClient, seconds: float) -> None:
+    def _announce(self, client: EngineClient) -> None:
+        seconds = time.time() - psutil.Process().create_time()
         host, port = self._socket.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         name = self._server.served_model_name[0]

@@ -62,7 +62,7 @@ class WorkerProcess:
             return "still running"
         if code >= 0:
             return f"exit status {code}"
-        hint = "; the kernel does that when memory runs out" if code == -signal.SIGKILL else ""
+        hint = ": sent by a person or, when memory runs out, by the kernel" if code == -signal.SIGKILL else ""
         return f"signal {-code}, {signal.Signals(-code).name}{hint}"
 
 
