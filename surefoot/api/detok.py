@@ -28,7 +28,9 @@ class Detokenizer:
         stop: tuple[str, ...] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        prefix: str = "",
     ) -> None:
+        """`prefix` is dropped where the output starts with it, or with a part of it."""
         self._tokenizer = tokenizer
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._include_stop = include_stop
@@ -36,6 +38,7 @@ class Detokenizer:
         self._first_chars = frozenset(text[0] for text in stop if text)
         self._utf8 = _Utf8(errors="replace")
         self._strip_space = tokenizer.strips_first_space
+        self._prefix = prefix
         self._held = ""
         self.stopped: str | None = None
         """The stop string that ended the output; from then on nothing is returned."""
@@ -53,13 +56,23 @@ class Detokenizer:
         data = self._tokenizer.token_bytes(token)
         if self._strip_space and data:
             data, self._strip_space = data.removeprefix(b" "), False
-        return self._advance(self._utf8.decode(data), check_stop)
+        text = self._utf8.decode(data)
+        return self._advance(self._unprefixed(text) if self._prefix else text, check_stop)
 
     def finish(self) -> str:
         """The text that was held back, now that no token follows: bytes of an unfinished character become U+FFFD."""
         text = self._advance(self._utf8.decode(b"", final=True), True)
         rest, self._held = self._held, ""
         return text + rest
+
+    def _unprefixed(self, text: str) -> str:
+        """`text` without what it has of the prefix; the first character that is not of it ends that."""
+        for at, char in enumerate(text):
+            if not self._prefix.startswith(char):
+                self._prefix = ""
+                return text[at:]
+            self._prefix = self._prefix[1:]
+        return ""
 
     def _advance(self, text: str, check_stop: bool) -> str:
         if self.stopped is not None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -15,6 +15,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from surefoot.errors import CheckpointError, InvalidRequest
 
 Message = Mapping[str, Any]
+Tool = Mapping[str, Any]
+"""`{"type": "function", "function": {"name": …, "description": …, "parameters": …}}`"""
 _REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """What a template, a program of the checkpoint's, can raise about its input."""
 
@@ -30,16 +32,24 @@ class ChatTemplate:
         self._variables = dict(variables)
         try:
             self._template = _environment().from_string(source)
+            free = meta.find_undeclared_variables(_environment().parse(source))
         except TemplateError as error:
             raise CheckpointError(f"The checkpoint's chat template is not valid: {error}") from error
+        self.takes_tools = "tools" in free
+        """The template reads tools from a variable of its own. GLM-4's reads them from a message."""
+        self.reply_prefix = self._reply_prefix()
+        """Newlines that stand between what a prompt ends with and the answer that follows it in a longer conversation:
+        a model that was trained so writes them before every answer."""
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+    def render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, tools: Sequence[Tool] | None = None
+    ) -> str:
         """The conversation as one text, ended by the start of an assistant's turn with `add_generation_prompt`.
 
         Raises InvalidRequest naming the message that the template refuses.
         """
         try:
-            return self._render(messages, add_generation_prompt)
+            return self._render(messages, add_generation_prompt, tools)
         except _REFUSALS as error:
             index = self._culprit(messages)
             role = messages[index].get("role") if messages else None
@@ -49,10 +59,22 @@ class ChatTemplate:
                 param=f"messages.{index}",
             ) from error
 
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+    def _render(
+        self, messages: Sequence[Message], add_generation_prompt: bool, tools: Sequence[Tool] | None = None
+    ) -> str:
         return self._template.render(
-            self._variables, messages=messages, add_generation_prompt=add_generation_prompt, tools=None, documents=None
+            self._variables, messages=messages, add_generation_prompt=add_generation_prompt, tools=tools, documents=None
         )
+
+    def _reply_prefix(self) -> str:
+        question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
+        try:
+            prompt, whole = self._render([question], True), self._render([question, answer], False)
+        except _REFUSALS:  # a template with demands of its own: then nothing is known
+            return ""
+        rest = whole.removeprefix(prompt)
+        newlines = rest[: len(rest) - len(rest.lstrip("\n"))]
+        return newlines if whole.startswith(prompt) and rest.startswith(newlines + "!") else ""
 
     def _culprit(self, messages: Sequence[Message]) -> int:
         """Index of the message that ends the shortest conversation that fails, found by halving."""

@@ -18,7 +18,9 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
 from surefoot import gguf
-from surefoot.api.template import ChatTemplate, Message
+from surefoot.api import chatglm
+from surefoot.api.template import ChatTemplate, Message, Tool
+from surefoot.api.tiktoken import byte_alphabet
 from surefoot.checkpoint import Checkpoint
 from surefoot.errors import CheckpointError, InvalidRequest
 from surefoot.spec import read_json
@@ -51,6 +53,7 @@ class Tokenizer:
         self.bos_token_id = vocab.get(specials.get("bos_token", ""))
         self.eos_token_id = vocab.get(specials.get("eos_token", ""))
         self._template = None if chat_template is None else ChatTemplate(chat_template, specials)
+        self._opening = chatglm.OPENING if vocab.keys() >= set(chatglm.OPENING) else ()
         self._longest, self._dropped = self._bound(any(about.lstrip or about.rstrip for about in added.values()))
 
     @property
@@ -58,25 +61,45 @@ class Tokenizer:
         """Jinja source of the chat template, where the model has one."""
         return None if self._template is None else self._template.source
 
+    @property
+    def template(self) -> ChatTemplate | None:
+        return self._template
+
+    @property
+    def reply_prefix(self) -> str:
+        """Newlines that a model writes before each answer of a chat, which are no part of it (`ChatTemplate`)."""
+        return "" if self._template is None else self._template.reply_prefix
+
+    def special_id(self, text: str) -> int | None:
+        """The id of a special token by its text."""
+        token = self._backend.token_to_id(text)
+        return token if token in self.special_ids else None
+
     # ---- text → ids
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; special tokens written out in it are read as such, as transformers does.
 
-        With `add_special_tokens` the checkpoint's own (such as a leading BOS) are put around. Raises InvalidRequest for
-        a text that is not Unicode: half of a surrogate pair.
+        With `add_special_tokens` the checkpoint's own (such as a leading BOS) are put around; GLM's opening is not put
+        before a text that has it. Raises InvalidRequest for a text that is not Unicode: half of a surrogate pair.
         """
         _utf8(text)
+        if self._opening and text.startswith("".join(self._opening)):
+            add_special_tokens = False
         # A batch of one: unlike `encode` it lets other threads run meanwhile, and it skips the offsets.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
-    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, tools: Sequence[Tool] | None = None
+    ) -> str:
         """A conversation as one text. Raises InvalidRequest where the model has no template or refuses a message."""
         if self._template is None:
             raise InvalidRequest(
                 "This model has no chat template; send a prompt to /v1/completions instead.", param="messages"
             )
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+        text = self._template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+        opening = "".join(self._opening)
+        return text if text.startswith(opening) else opening + text
 
     def encode_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a conversation. Nothing is put around it: a template writes its special tokens itself."""
@@ -143,18 +166,11 @@ def _utf8(text: str) -> bytes:
 # ---- what a token's name means --------------------------------------------------------------------------------------
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's byte-level alphabet: printable Latin-1 stands for itself, other bytes for characters from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
 def _byte_rule(backend: Backend, where: Path) -> tuple[Callable[[str], bytes], bool]:
     """How a token's name becomes bytes, and whether a text loses its first space; both by the tokenizer's decoder."""
     steps = _decoder_steps(backend)
     if steps == {"ByteLevel"}:
-        alphabet = _byte_alphabet()
+        alphabet = {char: byte for byte, char in byte_alphabet().items()}
 
         def byte_level(name: str) -> bytes:
             try:
@@ -249,24 +265,33 @@ def _gguf_list(header: gguf.Header, key: str) -> list[Any]:
 
 
 def _from_directory(folder: Path) -> Tokenizer:
-    path = folder / "tokenizer.json"
-    if not path.exists():
-        raise CheckpointError(
-            f"{path} is missing; a tokenizer.model alone cannot be read, convert it to tokenizer.json."
-        )
-    try:
-        backend = Backend.from_file(str(path))
-    except Exception as error:  # the library raises its bare Exception for a file that it cannot read
-        raise CheckpointError(f"{path}: not a tokenizer: {error}") from error
     config_path = folder / "tokenizer_config.json"
     config = read_json(config_path) if config_path.exists() else {}
+    path, backend, built_in = _directory_backend(folder, config)
     specials = {}
     for name in _SPECIALS:
         value = config.get(name)
         text = value.get("content") if isinstance(value, dict) else value
         if isinstance(text, str):
             specials[name] = text
-    return Tokenizer(backend, specials=specials, chat_template=_template_of(folder, config), where=path)
+    template = _template_of(folder, config) or built_in
+    return Tokenizer(backend, specials=specials, chat_template=template, where=path)
+
+
+def _directory_backend(folder: Path, config: Mapping[str, Any]) -> tuple[Path, Backend, str | None]:
+    """The file that was read, the tokenizer in it, and the chat template to use where the checkpoint has none."""
+    path, ranks = folder / "tokenizer.json", folder / "tokenizer.model"
+    if not path.exists() and ranks.exists() and config.get("tokenizer_class") == chatglm.CLASS:
+        return ranks, chatglm.read_backend(folder, config), chatglm.CHAT_TEMPLATE
+    if not path.exists():
+        raise CheckpointError(
+            f"{path} is missing; a tokenizer.model alone cannot be read unless it is a {chatglm.CLASS}'s, convert it "
+            "to tokenizer.json."
+        )
+    try:
+        return path, Backend.from_file(str(path)), None
+    except Exception as error:  # the library raises its bare Exception for a file that it cannot read
+        raise CheckpointError(f"{path}: not a tokenizer: {error}") from error
 
 
 def _template_of(folder: Path, config: Mapping[str, Any]) -> str | None:

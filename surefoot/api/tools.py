@@ -1,0 +1,244 @@
+"""Tool calling: OpenAI's tools and calls ↔ what a model was trained to read and to write.
+
+A dialect writes tools, earlier calls and their results into the conversation that the chat template renders, and makes
+the parsers that find calls in the output, one for each choice. What looks like a call but names no tool of the request,
+or whose arguments are no JSON object, stays text.
+
+    GLM-4    <|assistant|>get_weather⏎{"city": "Paris"}<|observation|>          the last token ends the output
+    Hermes   text<tool_call>⏎{"name": "get_weather", "arguments": {…}}⏎</tool_call>      Qwen and others
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from surefoot.api.template import Message, Tool
+from surefoot.api.tokenizer import Tokenizer
+from surefoot.errors import InvalidRequest
+
+_JSON = json.JSONDecoder()
+
+
+class ToolCall(NamedTuple):
+    """One call in an output. `arguments` is the text of a JSON object, as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class Parsed(NamedTuple):
+    """What became certain: text to show, then calls."""
+
+    text: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+
+class ToolParser(Protocol):
+    """Splits one output into text and calls."""
+
+    def push(self, text: str) -> Parsed:
+        """More of the output. What may still become a call is held back."""
+        ...
+
+    def finish(self, stop_token: int | None) -> Parsed:
+        """The rest, now that the output has ended, by `stop_token` where a token ended it."""
+        ...
+
+
+class ToolDialect(Protocol):
+    """How a model family speaks of tools."""
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[list[Message], Sequence[Tool] | None]:
+        """OpenAI's messages and tools → the messages of the template, and its variable `tools`."""
+        ...
+
+    def parser(self, names: Collection[str]) -> ToolParser:
+        """For one output of a request whose tools have these names."""
+        ...
+
+
+def dialect_of(tokenizer: Tokenizer) -> ToolDialect | None:
+    """The dialect of a model, told by its special tokens and its chat template; None where it knows no tools here."""
+    template, observation = tokenizer.template, tokenizer.special_id("<|observation|>")
+    if template is None:
+        return None
+    if observation is not None:
+        return Glm4(observation, takes_tools=template.takes_tools)
+    if template.takes_tools and Hermes.OPEN in template.source:
+        return Hermes()
+    return None
+
+
+def _call(name: object, arguments: str) -> ToolCall:
+    return ToolCall(f"call_{uuid.uuid4().hex[:24]}", str(name), arguments)
+
+
+def _arguments(call: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The arguments of an earlier call, which OpenAI sends as text."""
+    try:
+        value = json.loads(call["function"]["arguments"] or "{}")
+    except ValueError as error:
+        raise InvalidRequest(f"{where}.function.arguments is not JSON: {error}.", param="messages") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{where}.function.arguments must be a JSON object.", param="messages")
+    return value
+
+
+# ---- GLM-4 ----------------------------------------------------------------------------------------------------------
+
+
+class Glm4:
+    """GLM-4 and GLM-4-0414. Tools are a system turn, a result is the role observation, a call has its name after the
+    role (the template's `metadata`) and its arguments as content."""
+
+    def __init__(self, observation: int, *, takes_tools: bool) -> None:
+        """`observation` is the token that ends a call. With `takes_tools` the template has a variable for tools;
+        otherwise they ride on a system message."""
+        self._observation = observation
+        self._takes_tools = takes_tools
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[list[Message], Sequence[Tool] | None]:
+        turns = [turn for index, message in enumerate(messages) for turn in self._turns(index, message)]
+        if not tools:
+            return turns, None
+        if self._takes_tools:
+            return turns, tools
+        if turns and turns[0]["role"] == "system":
+            turns[0] = {**turns[0], "tools": tools}
+        else:
+            turns.insert(0, {"role": "system", "content": "", "tools": tools})
+        return turns, None
+
+    def _turns(self, index: int, message: Message) -> list[Message]:
+        if message["role"] == "tool":
+            return [{"role": "observation", "content": message["content"]}]
+        calls = message.get("tool_calls")
+        if not calls:
+            return [message]
+        turns: list[Message] = [{"role": "assistant", "content": message["content"]}] if message["content"] else []
+        for at, call in enumerate(calls):
+            arguments = _arguments(call, f"messages[{index}].tool_calls[{at}]")
+            text = json.dumps(arguments, ensure_ascii=False)
+            turns.append({"role": "assistant", "metadata": call["function"]["name"], "content": text})
+        return turns
+
+    def parser(self, names: Collection[str]) -> ToolParser:
+        return Glm4Parser(names, self._observation)
+
+
+class Glm4Parser:
+    """A call is the whole output, ended by the observation token: a name, a line break, a JSON object; or several."""
+
+    def __init__(self, names: Collection[str], observation: int) -> None:
+        self._names, self._observation = names, observation
+        self._held = ""
+        self._text = False
+
+    def push(self, text: str) -> Parsed:
+        if self._text:
+            return Parsed(text)
+        self._held += text
+        start = self._held.lstrip()
+        if any(start.startswith(f"{name}\n") or f"{name}\n".startswith(start) for name in self._names):
+            return Parsed()
+        self._text, held, self._held = True, self._held, ""
+        return Parsed(held)
+
+    def finish(self, stop_token: int | None) -> Parsed:
+        held, self._held = self._held, ""
+        calls = self._calls(held) if stop_token == self._observation else ()
+        return Parsed(calls=calls) if calls else Parsed(held)
+
+    def _calls(self, text: str) -> tuple[ToolCall, ...]:
+        """Every call in `text`, or none where it is not made of calls only."""
+        calls = []
+        while text := text.strip():
+            name, _, rest = text.partition("\n")
+            rest = rest.lstrip()
+            try:
+                value, end = _JSON.raw_decode(rest)
+            except (ValueError, RecursionError):
+                return ()
+            if name.strip() not in self._names or not isinstance(value, dict):
+                return ()
+            calls.append(_call(name.strip(), rest[:end]))
+            text = rest[end:]
+        return tuple(calls)
+
+
+# ---- Hermes ---------------------------------------------------------------------------------------------------------
+
+
+class Hermes:
+    """Qwen and others: the template has a variable for tools and reads OpenAI's messages, but for arguments, which it
+    wants as an object."""
+
+    OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[list[Message], Sequence[Tool] | None]:
+        return [self._turn(index, message) for index, message in enumerate(messages)], tools or None
+
+    def _turn(self, index: int, message: Message) -> Message:
+        if not message.get("tool_calls"):
+            return message
+        calls = []
+        for at, call in enumerate(message["tool_calls"]):
+            arguments = _arguments(call, f"messages[{index}].tool_calls[{at}]")
+            calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+        return {**message, "content": message["content"] or "", "tool_calls": calls}
+
+    def parser(self, names: Collection[str]) -> ToolParser:
+        return HermesParser(names)
+
+
+class HermesParser:
+    """Calls stand between tags, anywhere in the text; each is known when its tag closes."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._held = ""
+
+    def push(self, text: str) -> Parsed:
+        self._held += text
+        shown = ""
+        calls: list[ToolCall] = []
+        while Hermes.OPEN in self._held:
+            before, _, rest = self._held.partition(Hermes.OPEN)
+            body, closed, after = rest.partition(Hermes.CLOSE)
+            if not closed:
+                self._held = self._held[len(before) :]
+                return Parsed(shown + before, tuple(calls))
+            call = self._call(body)
+            # Line breaks around a call belong to it.
+            shown += before.rstrip("\n") if call else before + Hermes.OPEN + body + Hermes.CLOSE
+            calls += [call] if call else []
+            self._held = after.lstrip("\n") if call else after
+        keep = _may_open(self._held)
+        shown, self._held = shown + self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return Parsed(shown, tuple(calls))
+
+    def finish(self, stop_token: int | None) -> Parsed:
+        held, self._held = self._held, ""
+        return Parsed(held)
+
+    def _call(self, body: str) -> ToolCall | None:
+        try:
+            value = json.loads(body)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(value, dict) or value.get("name") not in self._names:
+            return None
+        arguments = value.get("arguments", {})
+        return _call(value["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+
+
+def _may_open(text: str) -> int:
+    """Length of the end of `text` that may belong to a call: the start of a tag, and line breaks before it."""
+    lengths = range(min(len(text), len(Hermes.OPEN) - 1), 0, -1)
+    tag = next((length for length in lengths if text.endswith(Hermes.OPEN[:length])), 0)
+    before = text[: len(text) - tag]
+    return tag + len(before) - len(before.rstrip("\n"))
