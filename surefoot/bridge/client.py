@@ -34,7 +34,8 @@ class Worker(Protocol):
 
     @property
     def pid(self) -> int: ...
-    def reap(self, timeout: float) -> int: ...
+    @property
+    def returncode(self) -> int | None: ...
     def kill(self) -> None: ...
     def epitaph(self) -> str: ...
 
@@ -195,7 +196,7 @@ class EngineClient:
                 self._info = message
 
     async def _startup_failure(self) -> StartupError:
-        await asyncio.to_thread(self._worker.reap, REAP_SECONDS)
+        await self._reap()
         if self._fatal is None:
             return WorkerLost(f"The worker process died while starting ({self._worker.epitaph()}).")
         kinds = {kind.exit_code: kind for kind in StartupError.__subclasses__()}
@@ -203,7 +204,7 @@ class EngineClient:
 
     async def _discard(self) -> None:
         self._worker.kill()
-        await asyncio.to_thread(self._worker.reap, REAP_SECONDS)
+        await self._reap()
         await self._close()
 
     async def drain(self, seconds: float) -> bool:
@@ -222,10 +223,19 @@ class EngineClient:
         self._fail_all(Overloaded(reason, retry_after=RETRY_AFTER))
         if not self._gone:
             self._send(wire.Stop())
-            await asyncio.to_thread(self._worker.reap, REAP_SECONDS)
+            await self._reap()
         if self._listener is not None:
             await self._listener
         await self._close()
+
+    async def _reap(self) -> None:
+        """Wait until the worker is gone; kill it if that takes too long. Needs no thread: at exit there are none."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + REAP_SECONDS
+        while self._worker.returncode is None:
+            if clock() > deadline:
+                self._worker.kill()
+            await asyncio.sleep(0.01)
 
     async def _close(self) -> None:
         self._writer.close()
@@ -366,7 +376,7 @@ class EngineClient:
         """The socket is closed: nothing more can come, so every request is told at once."""
         self._gone = True
         if not self._stopping:
-            await asyncio.to_thread(self._worker.reap, REAP_SECONDS)
+            await self._reap()
             reason = cause or (self._fatal.message if self._fatal else "")
             self._lost = f"The worker process died ({self._worker.epitaph()}).{' ' + reason if reason else ''}"
             self._fail_all(EngineFailure(self._lost))

@@ -44,14 +44,6 @@ class WorkerProcess:
         """Exit status, or minus the signal; None while it runs."""
         return self._process.poll()
 
-    def reap(self, timeout: float) -> int:
-        """Wait until the worker is gone, killing it after `timeout` seconds. Blocks; returns `returncode`."""
-        try:
-            return self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
-
     def kill(self) -> None:
         self._process.kill()
 

@@ -172,6 +172,7 @@ def test_a_plain_script_needs_no_main_guard_and_leaves_nothing(tmp_path: Path) -
     result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, check=True)
     answer, pid = result.stdout.split("|")
     assert answer == " Paris"
+    assert "Traceback" not in result.stderr and "Task" not in result.stderr
     assert not psutil.pid_exists(int(pid))
 
 

@@ -76,9 +76,14 @@ class ThreadWorker:
     def pid(self) -> int:
         return 1
 
-    def reap(self, timeout: float) -> int:
-        self._thread.join(timeout)
-        return self.status or 0
+    @property
+    def returncode(self) -> int | None:
+        return None if self._thread.is_alive() else (1 if self.status is None else self.status)
+
+    def join(self) -> int | None:
+        """Wait for the end; returns the exit status."""
+        self._thread.join(5)
+        return self.status
 
     def kill(self) -> None:
         with contextlib.suppress(OSError):  # it is gone already

@@ -74,8 +74,7 @@ def test_the_end_of_file_ends_the_worker() -> None:
     )
     say(worker.socket, wire.Add(request=request(max_tokens=400)))
     worker.socket.close()
-    assert worker.reap(5) == 0
-    assert worker.status == 0
+    assert worker.join() == 0
 
 
 def test_an_idle_worker_uses_no_processor() -> None:
@@ -88,7 +87,7 @@ def test_an_idle_worker_uses_no_processor() -> None:
     assert time.process_time() - before < 0.05
     assert worker.executor.plans == []
     worker.socket.close()
-    worker.reap(5)
+    worker.join()
 
 
 def test_one_message_per_step() -> None:
