@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,8 @@ from tests.ops import reference
 HIDDEN, HEADS, KV_HEADS, DIM, FFN, VOCABULARY, TOKENS = 4096, 32, 2, 128, 13696, 151552, 151343
 LAYER_LINEARS = {"qkv": (4608, 4096), "o": (4096, 4096), "gate_up": (27392, 4096), "down": (4096, 13696)}
 BF16 = torch.bfloat16
+DEVICE = torch.device("cuda")
+ROWS = (1, 32, 256, 8192)
 SCALE = DIM**-0.5
 EPS = 1e-5
 FLUSH = 192 << 20
@@ -64,11 +67,11 @@ class Report:
 
 
 def random(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=dtype)
+    return torch.randn(shape, device=DEVICE, dtype=dtype)
 
 
 def poisoned(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    return torch.full(shape, torch.nan, device="cuda", dtype=dtype)
+    return torch.full(shape, torch.nan, device=DEVICE, dtype=dtype)
 
 
 def copies(size: int) -> int:
@@ -76,7 +79,7 @@ def copies(size: int) -> int:
     return max(2, min(64, -(-FLUSH // max(size, 1))))
 
 
-def replay(calls: Sequence[Callable[[], None]], *, rounds: int = 0) -> float:
+def replay(calls: Sequence[Callable[[], object]], *, rounds: int = 0) -> float:
     """Median microseconds of one call, replayed from a graph that holds `rounds` of all `calls`."""
     for call in calls[:2]:
         call()
@@ -98,7 +101,7 @@ def replay(calls: Sequence[Callable[[], None]], *, rounds: int = 0) -> float:
     return statistics.median(times[2:])
 
 
-def launch_cost(call: Callable[[], None]) -> float:
+def launch_cost(call: Callable[[], object]) -> float:
     """Microseconds of Python for one eager launch, the device kept from being the limit by little work."""
     call()
     torch.cuda.synchronize()
@@ -124,7 +127,7 @@ def small_kernels(report: Report) -> None:
         gate_up, gated = random(rows, 2 * FFN), poisoned(rows, FFN)
         silu_and_mul(gate_up, gated)
         report.check(f"silu_and_mul {rows}", reference.relative(gated, reference.swiglu(gate_up)))
-    for rows in (1, 32, 256, 8192):
+    for rows in ROWS:
         sets = [(random(rows, HIDDEN), random(rows, HIDDEN)) for _ in range(copies(rows * HIDDEN * 4))]
         calls = [partial(add_rms_norm, hidden, delta, weight, EPS, delta) for hidden, delta in sets]
         report.time(f"add_rms_norm {rows}", replay(calls), moved=rows * HIDDEN * 8)
@@ -137,12 +140,12 @@ def small_kernels(report: Report) -> None:
 
 def rope(report: Report) -> None:
     """Interleaved pairs over half of head_dim, as GLM has it."""
-    turns = rotations(4096, 64, 10_000.0, torch.device("cuda"))
+    turns = rotations(4096, 64, 10_000.0, DEVICE)
     table = torch.view_as_real(turns)
-    for rows in (1, 32, 256, 8192):
+    for rows in ROWS:
         kv = random(-(-rows // 128) + 1, 4, 2, 128, KV_HEADS, DIM)[:, 1]
-        slots = torch.randperm(kv.shape[0] * 128, device="cuda")[:rows]
-        positions = torch.randint(0, 4096, (rows,), device="cuda")
+        slots = torch.randperm(kv.shape[0] * 128, device=DEVICE)[:rows]
+        positions = torch.randint(0, 4096, (rows,), device=DEVICE)
         qkv = random(rows, HEADS + 2 * KV_HEADS, DIM)
         expected = qkv.float()
         turned = expected[:, : HEADS + KV_HEADS, :64].contiguous()
@@ -159,23 +162,23 @@ def rope(report: Report) -> None:
 
 def decode_case(
     lengths: Sequence[int], spread: int
-) -> tuple[Callable[[], None], Callable[[], None], Callable[[], float]]:
+) -> tuple[Callable[[], object], Callable[[], object], Callable[[], float]]:
     """A call of plan, a call of attention, and its error on the last row."""
     kv, table = reference.paged(
-        lengths, kv_heads=KV_HEADS, dim=DIM, block_size=128, dtype=BF16, device="cuda", layers=1
+        lengths, kv_heads=KV_HEADS, dim=DIM, block_size=128, dtype=BF16, device=DEVICE, layers=1
     )
     rows = len(lengths)
-    plan = attention.DecodePlan.allocate(rows, spread=spread, heads=HEADS, head_dim=DIM, device=torch.device("cuda"))
+    plan = attention.DecodePlan.allocate(rows, spread=spread, heads=HEADS, head_dim=DIM, device=DEVICE)
     qkv = random(rows, HEADS + 2 * KV_HEADS, DIM)
     q, out = qkv[:, :HEADS], poisoned(rows, HEADS, DIM)
-    known = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    known = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
 
     def call() -> None:
         attention.decode(q, kv, table, known, plan, scale=SCALE, out=out)
 
     def error() -> float:
         errors = []
-        for row in {0, rows // 2, rows - 1}:
+        for row in {*range(min(rows, 6)), rows // 2, rows - 1}:
             if lengths[row]:
                 expected = reference.attention(q[row : row + 1], kv, table[row], lengths[row], scale=SCALE)
                 errors.append(reference.relative(out[row : row + 1], expected))
@@ -217,18 +220,18 @@ def decode(report: Report) -> None:
 
 def prefill_case(
     queries: Sequence[int], lengths: Sequence[int], block_size: int = 128
-) -> tuple[Callable[[], None], Callable[[], float]]:
+) -> tuple[Callable[[], object], Callable[[], float]]:
     """A call of attention over a ragged batch, and its error on the ends of the rows."""
     kv, table = reference.paged(
-        lengths, kv_heads=KV_HEADS, dim=DIM, block_size=block_size, dtype=BF16, device="cuda", layers=1
+        lengths, kv_heads=KV_HEADS, dim=DIM, block_size=block_size, dtype=BF16, device=DEVICE, layers=1
     )
     total = sum(queries)
     qkv = random(total, HEADS + 2 * KV_HEADS, DIM)
     q, out = qkv[:, :HEADS], poisoned(total, HEADS, DIM)
     ends = torch.tensor(queries).cumsum(0).tolist()
-    starts = torch.tensor([0, *ends], dtype=torch.int32, device="cuda")
-    known = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-    tiles = torch.from_numpy(attention.prefill_tiles(queries, lengths, HEADS // KV_HEADS)).cuda()
+    starts = torch.tensor([0, *ends], dtype=torch.int32, device=DEVICE)
+    known = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    tiles = torch.from_numpy(attention.prefill_tiles(queries, lengths, HEADS // KV_HEADS)).to(DEVICE)
 
     def call() -> None:
         attention.prefill(q, kv, table, known, starts, tiles, scale=SCALE, out=out)
@@ -262,6 +265,45 @@ def prefill(report: Report) -> None:
         report.check(f"prefill {count} / {length}", error())
         flop = 4 * HEADS * DIM * (count * (length - count) + count * count / 2)
         report.time(f"prefill {count} / {length}", replay([call], rounds=2), flop=flop)
+
+
+@contextmanager
+def constants(**values: int) -> Iterator[None]:
+    """Other tile shapes for attention, for as long as it takes to time them."""
+    before = {name: getattr(attention, name) for name in values}
+    for name, value in values.items():
+        setattr(attention, name, value)
+    yield
+    for name, value in before.items():
+        setattr(attention, name, value)
+
+
+def sweep(report: Report) -> None:
+    """Attention over tile shapes, stages and warps."""
+    spread = attention.decode_spread(KV_HEADS, torch.cuda.get_device_properties(0).multi_processor_count)
+    for keys, stages in ((64, 2), (64, 3), (64, 4), (128, 2), (128, 3), (32, 4)):
+        with constants(DECODE_KEYS=keys, DECODE_STAGES=stages):
+            for rows, length in ((1, 102_400), (32, 1024), (32, 32_768), (256, 1024)):
+                plan, call, _ = decode_case([length] * rows, spread)
+                plan()
+                us = replay([call])
+                report.time(f"decode {rows} x {length}: keys {keys} stages {stages}", us, moved=rows * length * 1024)
+    for rows, keys, warps, stages in (
+        (128, 64, 8, 2),
+        (128, 64, 8, 3),
+        (128, 128, 8, 2),
+        (128, 128, 8, 3),
+        (128, 64, 4, 2),
+        (64, 64, 4, 2),
+        (64, 128, 4, 2),
+    ):
+        with constants(PREFILL_ROWS=rows, PREFILL_KEYS=keys, PREFILL_WARPS=warps, PREFILL_STAGES=stages):
+            call, error = prefill_case([4096], [32_768])
+            call()
+            name = f"prefill 4096 / 32768: rows {rows} keys {keys} warps {warps} stages {stages}"
+            report.check(name, error())
+            flop = 4 * HEADS * DIM * (4096 * (32_768 - 4096) + 4096 * 4096 / 2)
+            report.time(name, replay([call], rounds=2), flop=flop)
 
 
 def linear(report: Report) -> None:
@@ -354,10 +396,9 @@ def draw(report: Report) -> None:
 
 
 def _draw(report: Report, rows: int) -> None:
-    device = torch.device("cuda")
-    how = sampling.Rows.allocate(rows, device)
-    drawn = sampling.Drawn.allocate(rows, TOKENS, device)
-    pool = torch.zeros(rows, 64, dtype=torch.int32, device=device)
+    how = sampling.Rows.allocate(rows, DEVICE)
+    drawn = sampling.Drawn.allocate(rows, TOKENS, DEVICE)
+    pool = torch.zeros(rows, 64, dtype=torch.int32, device=DEVICE)
     logits = [random(rows, VOCABULARY) * 3 for _ in range(min(copies(rows * VOCABULARY * 2), 8))]
     calls = [partial(sampling.draw, x, TOKENS, how, drawn, pool, limited=False) for x in logits]
     limited = [partial(sampling.draw, x, TOKENS, how, drawn, pool, limited=True) for x in logits]
@@ -388,7 +429,7 @@ def _draw(report: Report, rows: int) -> None:
     off = [abs(float(x[ids].min()) - float(t)) for x, ids, t in zip(scaled, kept, drawn.threshold, strict=False)]
     report.check(f"draw {rows}: thresholds", max(off), 1e-5)
     report.time(f"draw {rows}, top_k 50 top_p 0.9", replay(limited), moved=moved)
-    out = torch.zeros(rows, dtype=torch.int32, device=device)
+    out = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
     gather = partial(sampling.gather_inputs, pool, how.slot, how.position, out)
     report.time(f"gather_inputs {rows}", replay([gather]))
 
@@ -400,20 +441,23 @@ SECTIONS: dict[str, Callable[[Report], None]] = {
     "prefill": prefill,
     "linear": linear,
     "tiles": tiles,
+    "sweep": sweep,
     "skinny": skinny,
     "draw": draw,
 }
 
 
 def chosen(only: str) -> Iterator[tuple[str, Callable[[Report], None]]]:
-    names = only.split(",") if only else [name for name in SECTIONS if name != "tiles"]
+    names = only.split(",") if only else [name for name in SECTIONS if name not in ("tiles", "sweep")]
     return ((name, SECTIONS[name]) for name in names)
 
 
 def main() -> int:
     """Run the sections asked for; 1 if any kernel was wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="sections, by commas, of " + ", ".join(SECTIONS) + "; all but tiles")
+    parser.add_argument(
+        "--only", default="", help="sections, by commas, of " + ", ".join(SECTIONS) + "; all but tiles and sweep"
+    )
     parser.add_argument("--json", type=Path, help="write all numbers here")
     options = parser.parse_args()
     torch.manual_seed(0)

@@ -161,10 +161,11 @@ def request_of(id: int, prompt: Sequence[int], **params: object) -> Request:
     from surefoot.types import SamplingParams
 
     settings: dict[str, object] = {"temperature": 0.0, "seed": id, "max_tokens": 8, "ignore_eos": True}
-    priority = params.pop("priority", 0)
+    priority, salt = params.pop("priority", 0), params.pop("salt", "")
     assert isinstance(priority, int)
+    assert isinstance(salt, str)
     sampling = SamplingParams(**(settings | params))  # type: ignore[arg-type]
-    return Request(id=id, prompt=array("i", prompt).tobytes(), params=sampling, priority=priority)
+    return Request(id=id, prompt=array("i", prompt).tobytes(), params=sampling, priority=priority, salt=salt)
 
 
 def out_of_memory(plan: StepPlan, *, needed: int | None = None, free: int | None = None) -> StepFailed:

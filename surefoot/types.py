@@ -66,6 +66,8 @@ class Request(Value, frozen=True, kw_only=True):
     params: SamplingParams
     priority: int = 0
     """Lower is served first, as in vLLM; arrival breaks ties."""
+    salt: str = ""
+    """Only requests of the same salt share cached prefixes."""
 
 
 class Limits(Value, frozen=True, kw_only=True):
@@ -80,6 +82,7 @@ class Limits(Value, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     depth: int = 1
     """Plans in flight at once: 1 on CPU, 2 on a GPU."""
+    prefix_caching: bool = True
 
 
 # ---- one step: core → device ----------------------------------------------------------------------------------------
@@ -219,6 +222,8 @@ class Emitted(msgspec.Struct, frozen=True, array_like=True, tag=True):
     sampled: Sampled
     finish: str | None = None
     stop_token: int | None = None
+    cached: int = 0
+    """Prompt tokens that the prefix cache spared; the same in every event of a child."""
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -252,3 +257,7 @@ class Snapshot(Value, frozen=True, kw_only=True):
     rows_failed: int = 0
     requests_failed: int = 0
     leaks_repaired: int = 0
+    blocks_cached: int = 0
+    prefix_queries: int = 0
+    """Prompt tokens that were looked up in the prefix cache, and how many were found there."""
+    prefix_hits: int = 0

@@ -3,15 +3,18 @@
 Every block is accounted for (law 2). With `refs(b)` counting the sequences and leases that hold b:
 
     refs > 0                    held
-    refs = 0, mapped            free, or in limbo while a plan still in flight may name it
-    refs = 0, past the limit    unmapped: never handed out
+    refs = 0, published         cached: holds a prefix that may be asked for again, until it is evicted
+    refs = 0, not published     free, or in limbo while a plan still in flight may name it
+    past the capacity           unmapped: never handed out
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable
+
+from surefoot.core.prefix import PrefixIndex
 
 Key = tuple[int, int]
 """(request, child): names a sequence everywhere in core."""
@@ -26,6 +29,8 @@ class BlockPool:
         self._free = list(range(num_blocks))  # a heap: sorted is one
         self._limbo: deque[tuple[int, int]] = deque()  # (newest plan in flight when it was dropped, block)
         self._in_flight: list[int] = []  # plan ids, oldest first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.index = PrefixIndex()
 
     @property
     def free(self) -> int:
@@ -38,9 +43,14 @@ class BlockPool:
         return len(self._limbo)
 
     @property
+    def cached(self) -> int:
+        """Blocks that nobody holds but that keep a published prefix; they can be evicted."""
+        return len(self._cached)
+
+    @property
     def used(self) -> int:
-        """Mapped blocks that are not free."""
-        return self.capacity - len(self._free)
+        """Blocks that somebody holds, or that a plan in flight may still name."""
+        return self.capacity - len(self._free) - len(self._cached)
 
     def take(self, count: int) -> tuple[int, ...] | None:
         """`count` blocks with one holder each, or None and nothing taken."""
@@ -54,21 +64,41 @@ class BlockPool:
     def share(self, blocks: Iterable[int]) -> None:
         """One more holder for each block."""
         for block in blocks:
+            if self._refs[block] == 0:
+                del self._cached[block]
             self._refs[block] += 1
+
+    def unheld(self, blocks: Iterable[int]) -> int:
+        """How many of these are cached, so that sharing them takes them out of what can be evicted."""
+        return sum(self._refs[block] == 0 for block in blocks)
 
     def shared(self, block: int) -> bool:
         """True where more than one sequence holds the block, so that nobody may write in it."""
         return self._refs[block] > 1
 
     def drop(self, blocks: Iterable[int]) -> None:
-        """One holder less for each block; the last to leave frees it, by way of limbo while plans are in flight."""
+        """One holder less for each block. When the last one leaves, a published block is cached, any other freed."""
         for block in blocks:
             self._refs[block] -= 1
-            if self._refs[block] > 0:
-                continue
-            if self._in_flight:
-                self._limbo.append((self._in_flight[-1], block))
-            else:
+            if self._refs[block] == 0:
+                if block in self.index:  # full and never written again: nothing in flight can hurt it
+                    self._cached[block] = None
+                else:
+                    self._release(block)
+
+    def evict(self, count: int) -> None:
+        """Free up to `count` cached blocks, the longest unused first. Only in make_room, never inside plan."""
+        for _ in range(min(count, len(self._cached))):
+            block, _ = self._cached.popitem(last=False)
+            self.index.remove(block)
+            self._release(block)
+
+    def unpublish(self, blocks: Iterable[int]) -> None:
+        """Nobody shall find these blocks any more: what they hold cannot be trusted."""
+        for block in blocks:
+            self.index.remove(block)
+            if block in self._cached:
+                del self._cached[block]
                 self._release(block)
 
     def launched(self, plan: int) -> None:
@@ -80,11 +110,12 @@ class BlockPool:
         self._in_flight.remove(plan)
         oldest = self._in_flight[0] if self._in_flight else None
         while self._limbo and (oldest is None or self._limbo[0][0] < oldest):
-            self._release(self._limbo.popleft()[1])
+            heapq.heappush(self._free, self._limbo.popleft()[1])
 
     def resize(self, capacity: int) -> None:
         """Map more or fewer blocks. Shrinking needs an empty pipeline and no holder past the new capacity."""
         if capacity < self.capacity:
+            self.unpublish([block for block in self._cached if block >= capacity])
             assert not (self._limbo or any(self._refs[capacity:])), "blocks past the new capacity are still held"
             self._free = [block for block in self._free if block < capacity]
             heapq.heapify(self._free)
@@ -96,21 +127,29 @@ class BlockPool:
 
     def faults(self, held: Counter[int]) -> list[str]:
         """What does not add up, given how many hold each block; empty when all is well."""
-        free, limbo = Counter(self._free), Counter(block for _, block in self._limbo)
+        idle = Counter(self._free) + Counter(block for _, block in self._limbo) + Counter(self._cached.keys())
         return [
-            f"block {block}: refs {self._refs[block]}, holders {held[block]}, free {free[block]}, limbo {limbo[block]}"
+            f"block {block}: {self._refs[block]} references, {held[block]} holders, {idle[block]} times idle"
             for block in range(self.capacity)
-            if self._refs[block] != held[block] or free[block] + limbo[block] != (self._refs[block] == 0)
+            if self._refs[block] != held[block]
+            or idle[block] != (self._refs[block] == 0)
+            or (block in self._cached) != (self._refs[block] == 0 and block in self.index)
         ]
 
     def repair(self, held: Counter[int]) -> None:
         """Make the books agree with the holders; only for an empty pipeline, after `faults` found something."""
         self._refs = [held[block] for block in range(self.capacity)]
-        self._free = [block for block in range(self.capacity) if not held[block]]
+        self.index = PrefixIndex()
+        self._cached.clear()
         self._limbo.clear()
+        self._free = [block for block in range(self.capacity) if not held[block]]
 
     def _release(self, block: int) -> None:
-        heapq.heappush(self._free, block)
+        """Free, by way of limbo while plans are in flight."""
+        if self._in_flight:
+            self._limbo.append((self._in_flight[-1], block))
+        else:
+            heapq.heappush(self._free, block)
 
 
 class Lease:

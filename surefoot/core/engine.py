@@ -101,6 +101,7 @@ class Engine:
             suspects=self._blame.suspects,
             blocks_total=pool.capacity,
             blocks_used=pool.used,
+            blocks_cached=pool.cached,
             block_size=self._limits.block_size,
             token_budget=self._scheduler.budget.tokens,
             **self._counters.values(),

@@ -98,7 +98,7 @@ class Scheduler:
         self._events.append(Failed(request, kind, message))
 
     def make_room(self, ahead: Ahead) -> None:
-        """Preempt until each running row can grow by what it needs next, then admit from the queue.
+        """Preempt until each running row can grow by what it needs next, admit from the queue, evict for the next plan.
 
         The victim is the newest of the lowest priority and never the oldest, which therefore always advances; the
         last one leaves only where the capacity itself has become too small for it.
@@ -110,7 +110,9 @@ class Scheduler:
                 self.preempt(last)
         while (head := self._head()) is not None and self._fits(head):
             heapq.heappop(self._queue)
-            self._run(head)
+            self._admit(head)
+        if self.pool.cached and (short := self._planned_blocks(ahead) - self.pool.free) > 0:
+            self.pool.evict(short)
 
     def preempt(self, sequence: Sequence) -> None:
         """Back to the queue, in its old place: tokens stay, blocks go (law 3)."""
@@ -157,6 +159,7 @@ class Scheduler:
         for sequence, work, row in live:
             if row.error is not None:
                 self._counters.rows_failed += 1
+                self.pool.unpublish(work.table)
                 self.fail(work.request, "engine_failure", f"This request alone could not be computed: {row.error}")
             elif work.samples and self._current(sequence, work):
                 self._emit(sequence, work, row.samples)
@@ -175,11 +178,19 @@ class Scheduler:
             if first < len(old) and old[first] != work.table[first]:  # copied on write
                 self.pool.drop((old[first],))
             sequence.table = work.table
-        count = len(work.tokens)
+        count, size = len(work.tokens), self.limits.block_size
         sequence.computed = work.start + count
+        if self.limits.prefix_caching and work.start // size < sequence.computed // size:
+            self._publish(sequence, work.start // size)
         sequence.loaded = True
         sequence.served = plan_id
         self._counters.tokens_computed += count
+
+    def _publish(self, sequence: Sequence, first: int) -> None:
+        """Offer the blocks from `first` on that are full now; only the newest token can be unknown still."""
+        last = min(sequence.computed, len(sequence.tokens)) // self.limits.block_size
+        for index, name in enumerate(sequence.names_of(last, self.limits.block_size)[first:], first):
+            self.pool.index.publish(name, sequence.table[index])
 
     def _emit(self, sequence: Sequence, work: Work, samples: Several[Sampled]) -> None:
         """Append the row's own token; the others are the first tokens of the children that are split off here."""
@@ -209,7 +220,9 @@ class Scheduler:
         elif len(sequence.tokens) >= sequence.longest:
             finish = "length"
         self._counters.tokens_emitted += 1
-        self._events.append(Emitted(sequence.key[0], sequence.child, emitted - 1, sampled, finish, stop_token))
+        self._events.append(
+            Emitted(sequence.key[0], sequence.child, emitted - 1, sampled, finish, stop_token, sequence.cached)
+        )
         if finish is not None:
             self._end(sequence)
         return finish is not None
@@ -257,11 +270,30 @@ class Scheduler:
         if not self._slots:
             return False
         promised = sum(max(0, self._blocks(len(row.tokens)) - len(row.table)) + 1 for row in self.running.values())
-        return self._blocks(len(sequence.tokens)) + promised <= self.pool.free
+        found = self._match(sequence)
+        room = self.pool.free + self.pool.cached - self.pool.unheld(found)
+        return self._blocks(len(sequence.tokens)) - len(found) + promised <= room
+
+    def _match(self, sequence: Sequence) -> tuple[int, ...]:
+        """Cached blocks of its first tokens; the last one is always computed, since its logits are needed."""
+        if not self.limits.prefix_caching:
+            return ()
+        most = (len(sequence.tokens) - 1) // self.limits.block_size
+        return self.pool.index.match(sequence.names_of(most, self.limits.block_size))
+
+    def _planned_blocks(self, ahead: Ahead) -> int:
+        """Blocks that the next plan may take: of rows in any order, as far as the token budget goes."""
+        needed = 0
+        for sequence in self.running.values():
+            start, table, _, owed = position_of(sequence, ahead)
+            if owed:
+                end = start + min(owed, self.budget.tokens)
+                needed += max(0, self._blocks(end) - len(table)) + self.planner.must_copy(sequence, start, table)
+        return needed
 
     def _short(self, ahead: Ahead) -> bool:
         """Whether some running row cannot advance by one token for want of a block."""
-        room = self.pool.free + self.pool.limbo
+        room = self.pool.free + self.pool.limbo + self.pool.cached
         if room >= len(self.running):
             return False
         size, needed = self.limits.block_size, 0
@@ -272,6 +304,19 @@ class Scheduler:
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.limits.block_size)
+
+    def _admit(self, sequence: Sequence) -> None:
+        """Run a sequence on the cached blocks of its first tokens, which it holds from here on."""
+        found = self._match(sequence)
+        self._run(sequence)
+        if found:
+            self.pool.share(found)
+            sequence.table, sequence.computed = found, len(found) * self.limits.block_size
+            sequence.loaded = False
+        if not sequence.emitted:
+            sequence.cached = sequence.computed
+            self._counters.prefix_queries += sequence.prompt_length
+            self._counters.prefix_hits += sequence.computed
 
     def _run(self, sequence: Sequence) -> None:
         sequence.slot = heapq.heappop(self._slots)
@@ -284,7 +329,7 @@ class Scheduler:
         if sequence.slot is not None:
             heapq.heappush(self._slots, sequence.slot)
             del self.running[sequence.key]
-        self.pool.drop(sequence.table)
+        self.pool.drop(reversed(sequence.table))  # the end of a prefix is evicted before its beginning
         sequence.slot, sequence.table, sequence.computed = None, (), 0
 
     def _end(self, sequence: Sequence) -> None:

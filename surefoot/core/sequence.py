@@ -12,6 +12,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from surefoot.core.blocks import Key
+from surefoot.core.prefix import Hash, block_hash, root
 from surefoot.types import Limits, Request, Sample, SamplingParams
 
 
@@ -48,6 +49,10 @@ class Sequence:
     epoch: int = 0
     served: int = 0
     """The last plan that computed tokens for it."""
+    names: list[Hash] = field(default_factory=list)
+    """Hashes of its full blocks, as far as they were needed; a prefix of the same tokens for good."""
+    cached: int = 0
+    """Prompt tokens that were found in the prefix cache when it was first admitted."""
     key: Key = field(init=False)
     params: SamplingParams = field(init=False)
 
@@ -87,6 +92,13 @@ class Sequence:
             longest=self.longest,
             stops=self.stops,
         )
+
+    def names_of(self, blocks: int, size: int) -> list[Hash]:
+        """Hashes of its first `blocks` blocks of `size` tokens, all of which it must have."""
+        for index in range(len(self.names), blocks):
+            parent = self.names[-1] if self.names else root(self.request.salt)
+            self.names.append(block_hash(parent, self.tokens[index * size : (index + 1) * size]))
+        return self.names[:blocks]
 
     @property
     def emitted(self) -> int:

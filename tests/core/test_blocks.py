@@ -71,7 +71,7 @@ def test_faults_name_what_does_not_add_up_and_repair_mends_it() -> None:
     """A leaked block is found by comparing with its holders, and is free after repair."""
     pool = BlockPool(2)
     pool.take(1)
-    assert pool.faults(Counter()) == ["block 0: refs 1, holders 0, free 0, limbo 0"]
+    assert pool.faults(Counter()) == ["block 0: 1 references, 0 holders, 0 times idle"]
     pool.repair(Counter())
     assert pool.faults(Counter()) == []
     assert pool.free == 2
@@ -94,3 +94,28 @@ def test_a_lease_ends_once() -> None:
     for again in (lease.release, lambda: lease.keep(()), lambda: lease.take(A, 1)):
         with pytest.raises(AssertionError, match="lease"):
             again()
+
+
+def test_a_published_block_is_cached_and_comes_back() -> None:
+    """The last holder's leaving keeps a published block findable; sharing it again takes it out of the cache."""
+    pool = BlockPool(2)
+    blocks = pool.take(1) or ()
+    pool.index.publish(b"name", 0)
+    pool.drop(blocks)
+    assert (pool.free, pool.cached, pool.used) == (1, 1, 0)
+    assert pool.index.match([b"name", b"other"]) == (0,)
+    pool.share((0,))
+    assert (pool.cached, pool.used) == (0, 1)
+    assert pool.faults(Counter({0: 1})) == []
+
+
+def test_eviction_takes_the_longest_unused_first() -> None:
+    """Evicted blocks are free and are not found any more."""
+    pool = BlockPool(3)
+    pool.take(3)
+    for block in range(3):
+        pool.index.publish(bytes([block]), block)
+    pool.drop((1, 0, 2))
+    pool.evict(2)
+    assert pool.free == 2
+    assert [bool(pool.index.match([bytes([block])])) for block in range(3)] == [False, False, True]

@@ -319,3 +319,49 @@ def test_a_leak_is_repaired_when_idle() -> None:
     assert len(bench.engine.check_when_idle()) == 5
     assert bench.engine.check_when_idle() == []
     assert bench.engine.snapshot().leaks_repaired == 1
+
+
+def test_a_repeated_prompt_is_computed_once() -> None:
+    """The second request with a prompt computes only its last, partial block, and says how much was cached."""
+    bench = Bench()
+    bench.add(1, 1000, max_tokens=3)
+    bench.run()
+    before = bench.engine.snapshot().tokens_computed
+    bench.engine.add(request_of(2, [(31 + i) % 997 for i in range(1000)], max_tokens=3, seed=1), bench.now)
+    events = [event for _ in range(5) for event in bench.step()]
+    assert bench.texts[2, 0] == bench.texts[1, 0]
+    assert bench.engine.snapshot().tokens_computed - before == 1000 - 992 + 2
+    assert {event.cached for event in events if isinstance(event, Emitted)} == {992}
+    assert bench.engine.snapshot().prefix_hits == 992
+
+
+def test_another_salt_finds_nothing() -> None:
+    """Requests of different salts never share blocks, though their prompts are the same."""
+    bench = Bench()
+    for id, salt in ((1, "a"), (2, "b")):
+        bench.engine.add(request_of(id, list(range(100)), max_tokens=1, salt=salt), bench.now)
+        bench.run()
+    assert bench.engine.snapshot().prefix_hits == 0
+
+
+def test_a_full_cache_is_evicted_for_new_work() -> None:
+    """Cached prefixes never keep a request waiting: they leave as blocks are needed."""
+    bench = Bench(num_blocks=40, max_model_len=512)
+    for id in range(12):
+        bench.add(id, 300, max_tokens=20)
+    bench.run()
+    assert bench.failed == {}
+    assert bench.engine.snapshot().preemptions == 0
+    assert all(bench.texts[id, 0] == bench.expected(id, 300, 20) for id in range(12))
+
+
+def test_blocks_of_a_bad_row_are_not_found_again() -> None:
+    """After a non-finite row none of its blocks serves another request, also those that were published before."""
+    bench = Bench()
+    bench.executor.bad_row = lambda work: "non-finite" if work.request == 1 and work.end > 600 else None
+    bench.add(1, 1000, max_tokens=1)
+    bench.run()
+    bench.engine.add(request_of(2, [(31 + i) % 997 for i in range(1000)], max_tokens=1), bench.now)
+    bench.run()
+    assert bench.failed.keys() == {1}
+    assert bench.engine.snapshot().prefix_hits == 0

@@ -11,6 +11,8 @@ from surefoot.core import blame as blame_module
 from surefoot.core.engine import Engine
 from surefoot.core.planner import Planned
 from surefoot.core.policy import order
+from surefoot.core.prefix import block_hash
+from surefoot.core.sequence import Sequence
 from surefoot.types import StepPlan
 from tests.core.trials import Trial
 
@@ -197,11 +199,48 @@ def fails_the_batch_for_a_row(engine: Engine) -> None:
     scheduler.commit = broken  # type: ignore[method-assign]
 
 
+def forgets_what_came_before(engine: Engine) -> None:
+    """Prefix cache: a block is named by its own tokens, whatever text stands before it."""
+    scheduler = engine._scheduler
+    size = scheduler.limits.block_size
+
+    def broken(sequence: Sequence) -> Any:
+        most = (len(sequence.tokens) - 1) // size
+        names = [block_hash(b"", sequence.tokens[at * size : (at + 1) * size]) for at in range(most)]
+        sequence.names = names
+        return scheduler.pool.index.match(names) if scheduler.limits.prefix_caching else ()
+
+    scheduler._match = broken  # type: ignore[method-assign]
+
+
+def finds_evicted_blocks(engine: Engine) -> None:
+    """Prefix cache: a block that was evicted, and holds something else by now, is still found."""
+    engine._scheduler.pool.index.remove = lambda block: None  # type: ignore[method-assign]
+
+
+def publishes_before_it_ran(engine: Engine) -> None:
+    """Prefix cache: blocks are offered when their step is planned."""
+    scheduler = engine._scheduler
+    plan = scheduler.plan
+
+    def broken(*args: Any) -> Any:
+        planned = plan(*args)
+        size = scheduler.limits.block_size
+        for sequence, work in zip(planned.sequences, planned.plan.works, strict=True) if planned else ():
+            full = min(work.end, len(sequence.tokens)) // size
+            for name, block in zip(sequence.names_of(full, size), work.table, strict=False):
+                scheduler.pool.index.publish(name, block)
+        return planned
+
+    scheduler.plan = broken  # type: ignore[method-assign]
+
+
 BROKEN: list[Break] = [
     advances_in_plan, forgets_the_lease, keeps_blocks_of_dead_rows, has_no_limbo, shares_without_counting,
     writes_in_shared_blocks, trusts_an_empty_pool_row, preempts_the_oldest, never_preempts, never_parks,
     redraws_after_preemption, ignores_later_plans, forgets_what_failed, strikes_without_control, blames_the_batch,
     never_convicts, lets_the_suspect_stay, ignores_epochs, shows_tokens_after_the_stop, fails_the_batch_for_a_row,
+    forgets_what_came_before, finds_evicted_blocks, publishes_before_it_ran,
 ]  # fmt: skip
 
 

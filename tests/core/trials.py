@@ -44,6 +44,7 @@ class Trial:
             num_blocks=blocks,
             eos_token_ids=(EOS,),
             depth=rng.choice([1, 2]),
+            prefix_caching=rng.random() < 0.7,
         )
         self.executor = FakeExecutor(self.limits, vocabulary=VOCABULARY, fails=self.fails, bad_row=self.bad_row)
         self.engine = self.make_engine()
@@ -87,11 +88,14 @@ class Trial:
         rng = self.random
         length = rng.randint(1, self.limits.max_model_len // 2)
         prompt = [rng.randrange(VOCABULARY) for _ in range(length)]
+        if rng.random() < 0.5:  # a prefix that others have, too
+            begin, end = rng.choice([0, 0, self.limits.block_size]), rng.randint(1, length)  # or a middle
+            prompt[begin:end] = random.Random(rng.randint(0, 1)).choices(range(VOCABULARY), k=length)[begin:end]
         most = rng.randint(1, self.limits.max_model_len - length)
         n = rng.choice([1, 1, 1, 2, 5])
         return request_of(
             id, prompt, max_tokens=most, n=n, seed=rng.randrange(1 << 63), priority=rng.choice([0, 0, 1]),
-            ignore_eos=rng.random() < 0.5,
+            ignore_eos=rng.random() < 0.5, salt=rng.choice(["", "", "other"]),
         )  # fmt: skip
 
     # ---- trouble -----------------------------------------------------------------------------------------------------
@@ -193,7 +197,7 @@ class Trial:
 
     def check_end(self) -> None:
         pool = self.engine._scheduler.pool
-        assert pool.free == pool.capacity, "blocks were lost"
+        assert pool.free + pool.cached == pool.capacity, "blocks were lost"
         for id, request in self.requests.items():
             if id in self.cancelled or id in self.failed:
                 continue
