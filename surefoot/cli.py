@@ -85,6 +85,10 @@ def serve(
         Texts,
         _option(SERVER, "Key that clients must send; repeatable. SUREFOOT_API_KEY keeps it out of `ps`.", "KEY"),
     ] = None,
+    generation_config: Annotated[
+        Text,
+        _option(SERVER, "auto: sample as the model's generation_config.json says; none: ignore it.", "SOURCE"),
+    ] = None,
     drain_timeout: Annotated[
         Text, _option(SERVER, "Seconds that SIGTERM lets running requests finish (default: 30).", "SECONDS")
     ] = None,
@@ -99,6 +103,15 @@ def serve(
     device: Device = None,
     quantization: Quantization = None,
     load_format: LoadFormat = None,
+    trust_remote_code: Annotated[
+        bool | None,
+        typer.Option(
+            "--trust-remote-code",
+            help="Accepted and unneeded: no code of a checkpoint is run.",
+            rich_help_panel=MODEL,
+            show_default=False,
+        ),
+    ] = None,
     seed: Seed = None,
     max_model_len: MaxModelLen = None,
     max_num_batched_tokens: MaxNumBatchedTokens = None,

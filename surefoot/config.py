@@ -57,6 +57,8 @@ class EngineConfig(Value, frozen=True, kw_only=True):
     memory: int | None = None
     """Bytes for weights + activations + KV cache."""
     gpu_memory_utilization: float | None = None
+    trust_remote_code: bool = False
+    """Accepted for the sake of scripts that pass it: no code of a checkpoint is ever run."""
     seed: int = 0
     allow_fault_injection: bool = False
     faults: str = ""
@@ -71,6 +73,8 @@ class ServerConfig(Value, frozen=True, kw_only=True):
     port: int = 8000
     served_model_name: tuple[str, ...] = ()
     api_key: tuple[str, ...] = ()
+    generation_config: str = "auto"
+    """auto (requests start from the model's generation_config.json) | none (from vLLM's defaults)"""
     drain_timeout: float = 30.0
     """Seconds that SIGTERM waits for running requests."""
     max_queued_requests: int = 1024

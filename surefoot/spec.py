@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from surefoot import gguf
 from surefoot.architecture import Experts, ModelSpec, Rope, RopeScaling, tensor_shapes
@@ -15,6 +16,7 @@ __all__ = [
     "END_OF_TURN",
     "Experts",
     "GenerationDefaults",
+    "NO_DEFAULTS",
     "ModelSpec",
     "Rope",
     "RopeScaling",
@@ -47,6 +49,13 @@ class GenerationDefaults(Value, frozen=True):
     min_p: float | None = None
     repetition_penalty: float | None = None
     max_tokens: int | None = None
+
+    def given(self) -> dict[str, Any]:
+        """What the makers do say."""
+        return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
+
+
+NO_DEFAULTS = GenerationDefaults()
 
 
 def read_generation_defaults(checkpoint: Checkpoint) -> GenerationDefaults:

@@ -32,18 +32,24 @@ from surefoot.api.tokenizer import Tokenizer
 from surefoot.config import ServerConfig
 from surefoot.errors import EngineFailure, InvalidRequest, MethodNotAllowed, NotFound, Overloaded, RequestError
 from surefoot.sampling import shown
+from surefoot.spec import NO_DEFAULTS, GenerationDefaults
 
 _S = TypeVar("_S", bound=openai.Schema)
 
 
-def create_app(engine: Engine, tokenizer: Tokenizer, config: ServerConfig) -> FastAPI:
-    """The ASGI application; `config.served_model_name` holds at least one name.
+def create_app(
+    engine: Engine, tokenizer: Tokenizer, config: ServerConfig, defaults: GenerationDefaults = NO_DEFAULTS
+) -> FastAPI:
+    """The ASGI application; `config.served_model_name` holds at least one name, `defaults` fill in what requests leave
+    out.
 
     The engine's life belongs to the caller; while `engine.draining`, new work is refused with 503 and Retry-After.
     """
     names = config.served_model_name
     metrics = Metrics(engine, names[0])
-    serving = Serving(engine, tokenizer, metrics, names=names, max_preparing=config.max_queued_requests)
+    serving = Serving(
+        engine, tokenizer, metrics, names=names, max_preparing=config.max_queued_requests, defaults=defaults
+    )
     api = Api(serving, max_body_bytes=config.max_body_bytes)
     app = FastAPIOffline(
         title="Surefoot", version=surefoot.__version__, redoc_url=None,
@@ -146,6 +152,7 @@ class Api:
             "root": self._serving.names[0],
             "parent": None,
             "max_model_len": self._serving.max_model_len,
+            "generation_config": self._serving.defaults.given(),
         }
 
     async def live(self) -> Response:

@@ -160,7 +160,8 @@ class LLM:
 
     def _chat_job(self, messages: Any, params: SamplingParams) -> _Job:
         text = self.tokenizer.render_chat(list(messages), add_generation_prompt=True)
-        return self._fit(text, self.tokenizer.encode(text, add_special_tokens=False), params)
+        job = self._fit(text, self.tokenizer.encode(text, add_special_tokens=False), params)
+        return msgspec.structs.replace(job, reply_prefix=self.tokenizer.reply_prefix)
 
     def _fit(self, text: str | None, ids: list[int], params: SamplingParams) -> _Job:
         params = validate(params, token_count=self.tokenizer.token_count)
@@ -202,7 +203,7 @@ class LLM:
         return [task.result() for task in tasks]
 
     async def _complete(self, job: _Job) -> RequestOutput:
-        writers = [_Writer(index, job.params, self.tokenizer) for index in range(job.params.n)]
+        writers = [_Writer(index, job, self.tokenizer) for index in range(job.params.n)]
         result = RequestOutput(prompt=job.text, prompt_token_ids=job.ids)
         try:
             async with self._client.submit(job.ids, job.params) as handle:
@@ -216,7 +217,7 @@ class LLM:
         return result
 
     async def _pieces(self, job: _Job) -> AsyncIterator[str]:
-        writer = _Writer(0, job.params, self.tokenizer)
+        writer = _Writer(0, job, self.tokenizer)
         async with self._client.submit(job.ids, job.params) as handle:
             async for events in handle:
                 for event in events:
@@ -253,16 +254,20 @@ class _Job(msgspec.Struct, frozen=True):
     text: str | None
     ids: list[int]
     params: SamplingParams
+    reply_prefix: str = ""
+    """What an answer starts with and does not contain."""
 
 
 class _Writer:
     """One completion as it grows."""
 
-    def __init__(self, index: int, params: SamplingParams, tokenizer: Tokenizer) -> None:
+    def __init__(self, index: int, job: _Job, tokenizer: Tokenizer) -> None:
+        params = job.params
         self.output = CompletionOutput(index=index, logprobs=None if params.logprobs is None else [])
         self._params, self._tokenizer = params, tokenizer
         self._detok = Detokenizer(
             tokenizer,
+            prefix=job.reply_prefix,
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,

@@ -8,15 +8,25 @@ here (`user`, `metadata`, …) are accepted with any value of their type.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 
 from surefoot.errors import InvalidRequest
 from surefoot.sampling import MAX_LOGPROBS, MAX_N, shown
 from surefoot.types import SamplingParams
 
+MAX_TOOLS: Final = 128
 MAX_CHOICES: Final = 1024
 """Prompts × n in one request."""
 
@@ -87,8 +97,9 @@ class Sampling(Schema):
     user: str | None = None
 
     _plain: ClassVar[tuple[str, ...]] = (
-        "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
-        "frequency_penalty", "seed", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
+        "n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
+        "presence_penalty", "frequency_penalty", "seed", "include_stop_str_in_output", "ignore_eos",
+        "skip_special_tokens",
     )  # fmt: skip
 
     @property
@@ -100,11 +111,12 @@ class Sampling(Schema):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is only allowed with stream=true.", param="stream_options")
 
-    def params(self) -> SamplingParams:
-        """As given: `surefoot.sampling.validate` has the last word on ranges. Unset `max_tokens` stays None."""
-        given: dict[str, Any] = {name: value for name in self._plain if (value := getattr(self, name)) is not None}
+    def params(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
+        """As given, with `defaults` for what is not: `surefoot.sampling.validate` has the last word on ranges. Unset
+        `max_tokens` stays None."""
+        given: dict[str, Any] = {"max_tokens": None, **(defaults or {})}
+        given |= {name: value for name in self._plain if (value := getattr(self, name)) is not None}
         return SamplingParams(
-            max_tokens=self.max_tokens,
             logprobs=self.alternatives(),
             logit_bias=tuple((self.logit_bias or {}).items()),  # type: ignore[arg-type]  # ids are strings in JSON
             stop=tuple(self.stop or ()),
@@ -125,23 +137,64 @@ class TextPart(Schema):
     text: str
 
 
-class Message(Schema):
-    """One turn. `developer` is OpenAI's newer name for `system`."""
+class Function(Schema):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+
+class Tool(Schema):
+    type: Literal["function"]
+    function: Function
+
+
+class CalledFunction(Schema):
+    name: str
+    arguments: str
+
+
+class Call(Schema):
+    """A call that the assistant made earlier."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class Message(Schema):
+    """One turn. `developer` is OpenAI's newer name for `system`; `tool` is what a call of the assistant's returned."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(min_length=1)] | None = None
     name: str | None = None
+    tool_calls: list[Call] | None = None
+    tool_call_id: str | None = None
     refusal: Only() = None  # type: ignore[valid-type]
     audio: Only() = None  # type: ignore[valid-type]
     annotations: Only([]) = None  # type: ignore[valid-type]
     function_call: Only() = None  # type: ignore[valid-type]
-    tool_calls: Only([]) = None  # type: ignore[valid-type]
 
-    def turn(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _whole(self) -> Message:
+        """Which fields a role has."""
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content is required, but for an assistant's message with tool_calls")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls belong to role assistant, not to {self.role}")
+        if (self.tool_call_id is None) == (self.role == "tool"):
+            raise ValueError("tool_call_id belongs to role tool, which needs one")
+        return self
+
+    def turn(self) -> dict[str, Any]:
         """As chat templates take it; parts of text are joined by newlines, as vLLM does."""
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        turn = {"role": "system" if self.role == "developer" else self.role, "content": content}
-        return turn if self.name is None else turn | {"name": self.name}
+        parts = [self.content] if isinstance(self.content, str) else [part.text for part in self.content or ()]
+        role = "system" if self.role == "developer" else self.role
+        turn: dict[str, Any] = {"role": role, "content": "\n".join(parts)}
+        if self.tool_calls:
+            turn["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        given = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return turn | {name: value for name, value in given.items() if value is not None}
 
 
 Messages = Annotated[list[Message], Field(min_length=1)]
@@ -170,12 +223,20 @@ class ChatRequest(Sampling):
     reasoning_effort: Only("none") = None  # type: ignore[valid-type]
     response_format: Only({"type": "text"}) = None  # type: ignore[valid-type]
     tool_choice: Only("none", "auto") = None  # type: ignore[valid-type]
-    tools: Only([]) = None  # type: ignore[valid-type]
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     verbosity: Only("medium") = None  # type: ignore[valid-type]
     web_search_options: Only() = None  # type: ignore[valid-type]
 
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools that the model may call, as chat templates take them."""
+        tools = [] if self.tool_choice == "none" else self.tools or []
+        return [tool.model_dump(exclude_none=True) for tool in tools]
+
     def check(self) -> None:
         super().check()
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise InvalidRequest("tools holds a function name twice.", param="tools")
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs=true.", param="top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
@@ -185,8 +246,8 @@ class ChatRequest(Sampling):
                 param="max_completion_tokens",
             )
 
-    def params(self) -> SamplingParams:
-        params = super().params()
+    def params(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
+        params = super().params(defaults)
         if self.max_completion_tokens is None:
             return params
         return msgspec.structs.replace(params, max_tokens=self.max_completion_tokens)

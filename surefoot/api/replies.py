@@ -12,6 +12,7 @@ from surefoot.api.openai import ChatRequest, CompletionRequest
 from surefoot.api.serving import Delta, Job, Serving
 from surefoot.api.sse import DONE, frame
 from surefoot.api.tokenizer import Tokenizer
+from surefoot.api.tools import ToolCall
 from surefoot.types import Sampled
 
 _LEAST_LOGPROB: Final = -9999.0
@@ -83,7 +84,8 @@ class Reply:
         yield last + DONE
 
     def _pieces(self, delta: Delta) -> list[Json]:
-        pieces = [self.gain(delta)] if delta.text or self._with_logprobs or self._with_ids else []
+        gained = delta.text or delta.calls or self._with_logprobs or self._with_ids
+        pieces = [self.gain(delta)] if gained else []
         return pieces if delta.finish is None else [*pieces, self.ending(delta)]
 
     def _chunk(self, choices: list[Json], usage: Json | None = None) -> Json:
@@ -101,6 +103,11 @@ class Reply:
 class ChatReply(Reply):
     prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
+    def __init__(self, request: ChatRequest, job: Job, model: str, tokenizer: Tokenizer) -> None:
+        super().__init__(request, job, model, tokenizer)
+        self._called: dict[int, int] = {}
+        """Calls sent so far, by choice."""
+
     def opening(self) -> list[Json]:
         start = {"role": "assistant", "content": ""}
         chunks = [self._chunk([self._piece(index, start, None)]) for index in range(self._job.choices)]
@@ -108,14 +115,21 @@ class ChatReply(Reply):
         return chunks
 
     def gain(self, delta: Delta) -> Json:
-        return self._piece(delta.choice, {"content": delta.text}, self._logprobs(delta)) | self._ids(delta)
+        gained: Json = {"content": delta.text} if delta.text or not delta.calls else {}
+        if delta.calls:
+            first = self._called.get(delta.choice, 0)
+            self._called[delta.choice] = first + len(delta.calls)
+            gained["tool_calls"] = [{"index": at, **_call(call)} for at, call in enumerate(delta.calls, start=first)]
+        return self._piece(delta.choice, gained, self._logprobs(delta)) | self._ids(delta)
 
     def ending(self, delta: Delta) -> Json:
         ending = self._piece(delta.choice, {}, None)
         return ending | {"finish_reason": delta.finish, "stop_reason": delta.stop_reason}
 
     def choice(self, total: Delta) -> Json:
-        message = {"role": "assistant", "content": total.text, "refusal": None}
+        message: Json = {"role": "assistant", "content": total.text, "refusal": None}
+        if total.calls:
+            message |= {"content": total.text or None, "tool_calls": [_call(call) for call in total.calls]}
         return {
             "index": total.choice,
             "message": message,
@@ -203,6 +217,10 @@ class CompletionReply(Reply):
         for token, logprob in (*sampled.top, (sampled.token, sampled.logprob)):
             top.setdefault(self._tokenizer.token_text(token), _finite(logprob))
         return top
+
+
+def _call(call: ToolCall) -> Json:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _finite(logprob: float | None) -> float | None:

@@ -31,6 +31,7 @@ from surefoot.bridge import logs
 from surefoot.bridge.client import EngineClient
 from surefoot.config import EngineConfig, ServerConfig
 from surefoot.errors import ConfigError, Overloaded, StartupError, WorkerLost
+from surefoot.spec import GenerationDefaults, read_generation_defaults
 
 GRACE = 5
 """Seconds that connections get to take their last bytes once nothing runs any more."""
@@ -216,7 +217,9 @@ class Server:
         from surefoot.api.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(self._files)
-        return lambda client: create_app(client, tokenizer, self._server)
+        read = self._server.generation_config == "auto"
+        defaults = read_generation_defaults(self._files) if read else GenerationDefaults()
+        return lambda client: create_app(client, tokenizer, self._server, defaults)
 
     def _announce(self, client: EngineClient) -> None:
         seconds = time.time() - psutil.Process().create_time()

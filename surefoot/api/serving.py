@@ -19,9 +19,13 @@ from surefoot.api.detok import Detokenizer
 from surefoot.api.engine import Engine, Handle
 from surefoot.api.metrics import Metrics
 from surefoot.api.openai import ChatRequest, CompletionRequest, DetokenizeRequest, Prompt, TokenizeRequest
+from surefoot.api.openai import Message as ChatMessage
+from surefoot.api.template import Message, Tool
 from surefoot.api.tokenizer import Tokenizer
+from surefoot.api.tools import ToolCall, ToolParser, dialect_of
 from surefoot.errors import InvalidRequest, NotFound, Overloaded
 from surefoot.sampling import check_token_ids, draw_seed, shown, validate
+from surefoot.spec import GenerationDefaults
 from surefoot.types import Emitted, Sampled, SamplingParams, Value
 
 RETRY_AFTER: Final = 5
@@ -39,6 +43,12 @@ class Job(Value, frozen=True, kw_only=True):
     priority: int
     arrival: float
     """Monotonic seconds, before tokenizing."""
+    reply_prefix: str = ""
+    """What an answer starts with and does not contain."""
+    tools: frozenset[str] = frozenset()
+    """Names of the functions that an answer may call."""
+    one_call: bool = False
+    """Of the calls in an answer only the first counts."""
 
     @property
     def n(self) -> int:
@@ -59,6 +69,7 @@ class Delta(msgspec.Struct):
     choice: int
     text: str = ""
     tokens: list[Sampled] = []
+    calls: tuple[ToolCall, ...] = ()
     finish: str | None = None
     stop_reason: str | int | None = None
 
@@ -67,10 +78,19 @@ class Serving:
     """The API's state: engine, tokenizer, limits and the names of the model."""
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, metrics: Metrics, *, names: Sequence[str], max_preparing: int
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        *,
+        names: Sequence[str],
+        max_preparing: int,
+        defaults: GenerationDefaults,
     ) -> None:
         self.engine, self.tokenizer, self.metrics = engine, tokenizer, metrics
         self.names = tuple(names)
+        self.defaults = defaults
+        self._dialect = dialect_of(tokenizer)
         self._preparing = 0
         self._max_preparing = max_preparing
 
@@ -99,24 +119,39 @@ class Serving:
 
     async def chat_job(self, request: ChatRequest, arrival: float) -> Job:
         """Render, tokenize and fit a chat. Raises RequestError."""
-        params = validate(request.params(), token_count=self.tokenizer.token_count)
+        params = self._params(request)
         self.check_model(request.model)
-        turns = [message.turn() for message in request.messages]
+        tools = request.offered()
         generation = request.add_generation_prompt is not False
         special = request.add_special_tokens is True
-        ids = await self._prepare(lambda: self._chat_ids(turns, generation=generation, special=special))
+        ids = await self._prepare(
+            lambda: self._text_ids(self._chat(request.messages, tools, generation), special=special, param="messages")
+        )
         output = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-        prompts = ((ids, self._fit(ids, params, default=None, names=("messages", output))),)
-        return Job(prompts=prompts, priority=request.priority or 0, arrival=arrival)
+        fitted = self._fit(ids, params, default=self.defaults.max_tokens, names=("messages", output))
+        return Job(
+            prompts=((ids, fitted),),
+            priority=request.priority or 0,
+            arrival=arrival,
+            reply_prefix=self.tokenizer.reply_prefix if generation else "",
+            tools=frozenset(tool["function"]["name"] for tool in tools),
+            one_call=request.parallel_tool_calls is False,
+        )
+
+    def _params(self, request: ChatRequest | CompletionRequest) -> SamplingParams:
+        """The request's parameters over the model's defaults; `max_tokens` is left to `_fit`."""
+        defaults = {name: value for name, value in self.defaults.given().items() if name != "max_tokens"}
+        return validate(request.params(defaults), token_count=self.tokenizer.token_count)
 
     async def completion_job(self, request: CompletionRequest, arrival: float) -> Job:
         """Tokenize and fit the prompts of a completion. Raises RequestError."""
-        params = validate(request.params(), token_count=self.tokenizer.token_count)
+        params = self._params(request)
         self.check_model(request.model)
         special = request.add_special_tokens is not False
         prompts = await self._prepare(lambda: [self._prompt_ids(prompt, special=special) for prompt in request.prompts])
         names = ("prompt", "max_tokens")
-        fitted = [(ids, self._fit(ids, params, default=COMPLETION_MAX_TOKENS, names=names)) for ids in prompts]
+        default = self.defaults.max_tokens or COMPLETION_MAX_TOKENS
+        fitted = [(ids, self._fit(ids, params, default=default, names=names)) for ids in prompts]
         if request.seed is None:  # otherwise prompts that are alike would get texts that are alike
             fitted[1:] = [(ids, msgspec.structs.replace(each, seed=draw_seed())) for ids, each in fitted[1:]]
         return Job(prompts=tuple(fitted), priority=request.priority or 0, arrival=arrival)
@@ -130,9 +165,7 @@ class Serving:
         if request.messages is None:
             text, special = request.prompt or "", request.add_special_tokens is not False
         else:
-            turns = [message.turn() for message in request.messages]
-            generation = request.add_generation_prompt is not False
-            text = self.tokenizer.render_chat(turns, add_generation_prompt=generation)
+            text = self._chat(request.messages, [], request.add_generation_prompt is not False)
             special = request.add_special_tokens is True
         ids = self.tokenizer.encode(text, add_special_tokens=special)
         return ids, [self.tokenizer.token_text(token) for token in ids] if request.return_token_strs else None
@@ -156,9 +189,18 @@ class Serving:
         finally:
             self._preparing -= 1
 
-    def _chat_ids(self, turns: list[dict[str, str]], *, generation: bool, special: bool) -> list[int]:
-        text = self.tokenizer.render_chat(turns, add_generation_prompt=generation)
-        return self._text_ids(text, special=special, param="messages")
+    def _chat(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], generation: bool) -> str:
+        """A conversation as one text."""
+        turns: Sequence[Message] = [message.turn() for message in messages]
+        variable: Sequence[Tool] | None = None
+        if tools or any(message.tool_calls or message.role == "tool" for message in messages):
+            if self._dialect is None:
+                raise InvalidRequest(
+                    "This model's chat template knows no tools, or none in a form that this server reads.",
+                    param="tools" if tools else "messages",
+                )
+            turns, variable = self._dialect.render(turns, tools)
+        return self.tokenizer.render_chat(turns, add_generation_prompt=generation, tools=variable)
 
     def _prompt_ids(self, prompt: Prompt, *, special: bool) -> list[int]:
         if isinstance(prompt, str):
@@ -223,8 +265,8 @@ class Serving:
         clock.finished()
 
     def _choice(self, index: int, job: Job) -> _Choice:
-        params = job.prompts[index // job.n][1]
-        return _Choice(index, params, self.tokenizer)
+        parser = self._dialect.parser(job.tools) if self._dialect is not None and job.tools else None
+        return _Choice(index, job, self.tokenizer, parser)
 
     @contextmanager
     def _admitted(self, job: Job) -> Iterator[list[Handle]]:
@@ -247,6 +289,7 @@ class Serving:
                 for delta in deltas:
                     total = totals[delta.choice]
                     total.tokens += delta.tokens
+                    total.calls += delta.calls
                     total.finish, total.stop_reason = delta.finish, delta.stop_reason
                     texts[delta.choice].append(delta.text)
         for total, parts in zip(totals, texts, strict=True):
@@ -255,16 +298,19 @@ class Serving:
 
 
 class _Choice:
-    """The text of one choice as it grows."""
+    """The text, and the calls of tools, of one choice as it grows."""
 
-    def __init__(self, index: int, params: SamplingParams, tokenizer: Tokenizer) -> None:
-        self._index, self._params = index, params
-        self._ended = False
+    def __init__(self, index: int, job: Job, tokenizer: Tokenizer, parser: ToolParser | None) -> None:
+        self._index, self._params = index, job.prompts[index // job.n][1]
+        self._parser, self._one_call = parser, job.one_call
+        self._ended = self._called = False
+        params = self._params
         self._detok = Detokenizer(
             tokenizer,
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
+            prefix=job.reply_prefix,
         )
 
     def take(self, event: Emitted, handle: Handle) -> Delta:
@@ -284,7 +330,22 @@ class _Choice:
             delta.finish = event.finish
             delta.stop_reason = event.stop_token if event.stop_token in self._params.stop_token_ids else None
         self._ended = delta.finish is not None
+        if self._parser is not None:
+            self._parse(self._parser, delta, event.stop_token)
         return delta
+
+    def _parse(self, parser: ToolParser, delta: Delta, stop_token: int | None) -> None:
+        """Take calls out of the text."""
+        text, calls = parser.push(delta.text)
+        if self._ended:
+            more = parser.finish(stop_token)
+            text, calls = text + more.text, calls + more.calls
+        if self._one_call:
+            calls = () if self._called else calls[:1]
+        self._called = self._called or bool(calls)
+        delta.text, delta.calls = text, calls
+        if self._called and delta.finish == "stop":
+            delta.finish = "tool_calls"
 
 
 async def merged(handles: Sequence[Handle]) -> AsyncGenerator[tuple[int, list[Emitted]], None]:
