@@ -147,7 +147,7 @@ def rope(report: Report) -> None:
         slots = torch.randperm(kv.shape[0] * 128, device=DEVICE)[:rows]
         positions = torch.randint(0, 4096, (rows,), device=DEVICE)
         qkv = random(rows, HEADS + 2 * KV_HEADS, DIM)
-        expected = qkv.float()
+        expected = qkv.to(torch.float32, copy=True)
         turned = expected[:, : HEADS + KV_HEADS, :64].contiguous()
         rotate_(turned, turns[positions])
         expected[:, : HEADS + KV_HEADS, :64] = turned

@@ -28,10 +28,14 @@ from torch import Tensor
 
 DECODE_KEYS = 64
 """Keys of a decode tile; chunks are multiples of it."""
+DECODE_STAGES = 3
+"""Tiles of keys and values on their way at once, and the one in use."""
 PREFILL_ROWS = 128
 """Queries·group of a prefill tile."""
 PREFILL_KEYS = 64
 """Keys of a prefill tile."""
+PREFILL_WARPS = 8
+PREFILL_STAGES = 3
 MAX_ROWS = 1024
 """Rows whose lengths the planning kernel holds at once."""
 LOG2_E = 1.4426950408889634
@@ -139,7 +143,7 @@ def decode(
         BLOCK_SIZE=kv.shape[2],
         KEYS=DECODE_KEYS,
         num_warps=4,
-        num_stages=3,
+        num_stages=DECODE_STAGES,
     )
     _combine[(rows, heads)](
         plan.first, plan.partial, plan.weight, out, DIM=dim, TILE_DIM=triton.next_power_of_2(dim), TILE=32
@@ -191,8 +195,10 @@ def _decode(
     total = tl.zeros([TILE_GROUP], tl.float32)
     result = tl.zeros([TILE_GROUP, TILE_DIM], tl.float32)
     pages = table + row * table_stride
+    blocks = _blocks_at(pages, begin, end, BLOCK_SIZE, KEYS)
     for at in range(begin, end, KEYS):
-        offset = _key_offsets(pages, at, end, block_stride, KV_HEADS * DIM, BLOCK_SIZE, KEYS)
+        offset = _offsets(blocks, at, block_stride, KV_HEADS * DIM, BLOCK_SIZE, KEYS)
+        blocks = _blocks_at(pages, at + KEYS, end, BLOCK_SIZE, KEYS)
         there = at + tl.arange(0, KEYS) < end
         source = kv + kv_head * DIM + offset[:, None] + column[None, :]
         mask = there[:, None] & (column < DIM)[None, :]
@@ -212,19 +218,28 @@ def _decode(
 
 
 @triton.jit
-def _key_offsets(pages, at, end, block_stride, TOKEN: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
-    """Offsets [KEYS] int64 of the keys at positions `at` … in a layer; TOKEN elements lie between neighbours.
+def _blocks_at(pages, at, end, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
+    """Blocks of the keys at positions `at` …, int64: one for a tile that lies within one block, else [KEYS].
 
-    A tile within one block takes one look at the table, else each key takes its own.
+    Asked for one tile ahead and carried around the loop, so that keys are not loaded behind a load: that would cost the
+    compiler's pipeline two of its stages.
     """
     if BLOCK_SIZE % KEYS == 0:
-        block = tl.load(pages + at // BLOCK_SIZE).to(tl.int64)
-        offset = block * block_stride + (at % BLOCK_SIZE + tl.arange(0, KEYS)) * TOKEN
+        blocks = tl.load(pages + at // BLOCK_SIZE, mask=at < end, other=0)
     else:
         position = at + tl.arange(0, KEYS)
-        blocks = tl.load(pages + position // BLOCK_SIZE, mask=position < end, other=0).to(tl.int64)
-        offset = blocks * block_stride + (position % BLOCK_SIZE) * TOKEN
-    return offset
+        blocks = tl.load(pages + position // BLOCK_SIZE, mask=position < end, other=0)
+    return blocks.to(tl.int64)
+
+
+@triton.jit
+def _offsets(blocks, at, block_stride, TOKEN: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
+    """Offsets [KEYS] int64 in a layer of the keys at `at` …; TOKEN elements lie between neighbours in a block."""
+    if BLOCK_SIZE % KEYS == 0:
+        within = at % BLOCK_SIZE + tl.arange(0, KEYS)
+    else:
+        within = (at + tl.arange(0, KEYS)) % BLOCK_SIZE
+    return blocks * block_stride + within * TOKEN
 
 
 @triton.jit
@@ -324,8 +339,8 @@ def prefill(
         BLOCK_SIZE=kv.shape[2],
         ROWS=PREFILL_ROWS,
         KEYS=PREFILL_KEYS,
-        num_warps=8,
-        num_stages=3,
+        num_warps=PREFILL_WARPS,
+        num_stages=PREFILL_STAGES,
     )
 
 
@@ -381,13 +396,16 @@ def _prefill(
     result = tl.zeros([ROWS, TILE_DIM], tl.float32)
     pages = table + row * table_stride
     base = kv + kv_head * DIM
+    blocks = _blocks_at(pages, 0, end, BLOCK_SIZE, KEYS)
     for at in range(0, shared, KEYS):
-        offset = _key_offsets(pages, at, end, block_stride, KV_HEADS * DIM, BLOCK_SIZE, KEYS)
+        offset = _offsets(blocks, at, block_stride, KV_HEADS * DIM, BLOCK_SIZE, KEYS)
+        blocks = _blocks_at(pages, at + KEYS, end, BLOCK_SIZE, KEYS)
         keys = _load_rows(base, offset, column, DIM, TILE_DIM)
         values = _load_rows(base + value_stride, offset, column, DIM, TILE_DIM)
         best, total, result = _absorb(tl.dot(queries, tl.trans(keys)) * scale, values, best, total, result)
     for at in range(shared, end, KEYS):
-        offset = _key_offsets(pages, at, end, block_stride, KV_HEADS * DIM, BLOCK_SIZE, KEYS)
+        offset = _offsets(blocks, at, block_stride, KV_HEADS * DIM, BLOCK_SIZE, KEYS)
+        blocks = _blocks_at(pages, at + KEYS, end, BLOCK_SIZE, KEYS)
         position = at + tl.arange(0, KEYS)
         mask = (position < end)[:, None] & (column < DIM)[None, :]
         keys = tl.load(base + offset[:, None] + column[None, :], mask=mask, other=0.0)

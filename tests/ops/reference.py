@@ -23,7 +23,7 @@ def paged(
     dim: int,
     block_size: int,
     dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
+    device: torch.device | str = "cpu",
     layers: int = 2,
 ) -> tuple[Tensor, Tensor]:
     """A random cache of one layer (a strided view, its blocks shuffled) and the block table of rows of `lengths`."""
