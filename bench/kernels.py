@@ -23,7 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "ops")]
+
+import reference
 
 from surefoot.ops import attention_triton as attention
 from surefoot.ops import linear_triton, sample
@@ -31,7 +34,6 @@ from surefoot.ops import sample_triton as sampling
 from surefoot.ops.activation_triton import silu_and_mul
 from surefoot.ops.norm_rope import rotate_, rotations
 from surefoot.ops.norm_rope_triton import add_rms_norm, rope_and_store, sandwich_rms_norm
-from tests.ops import reference
 
 HIDDEN, HEADS, KV_HEADS, DIM, FFN, VOCABULARY, TOKENS = 4096, 32, 2, 128, 13696, 151552, 151343
 LAYER_LINEARS = {"qkv": (4608, 4096), "o": (4096, 4096), "gate_up": (27392, 4096), "down": (4096, 13696)}
