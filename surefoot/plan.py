@@ -20,7 +20,7 @@ HEADROOM = 1 * GIB
 """Left to the neighbours by default."""
 CPU_DEFAULT_BUDGET = 4 * GIB
 QUERY_TILE = 64
-"""Tokens of a prompt whose attention scores exist at one time; `ops.attention` has the same number."""
+"""Tokens of a prompt whose attention scores exist at one time, here and in `ops.attention`."""
 
 _ITEM = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -127,7 +127,7 @@ def step_cost(spec: ModelSpec, *, device: str, dtype: str) -> StepCost:
         logit_row=spec.vocab_size * 8,
         score=QUERY_TILE * spec.num_heads * item * 2,
         gathered=2 * spec.num_kv_heads * spec.head_dim * item,
-        fixed=(64 if device == "cpu" else 256) * MIB // 4 + spec.vocab_size * 48,
+        fixed=(8 if device == "cpu" else 64) * MIB + spec.vocab_size * 48,
     )
 
 
@@ -179,7 +179,7 @@ class _Fitting:
         self.cost = step_cost(spec, device=device, dtype=dtype)
         self.weights = weight_bytes(spec, device=device, dtype=dtype, quantization=config.quantization)
         self.block = block_bytes(spec, block_size=self.block_size, dtype=dtype)
-        self.reserve = 64 * MIB if cpu else 512 * MIB
+        self.reserve = 128 * MIB if cpu else 512 * MIB
 
     def fit(self) -> MemoryPlan:
         floor = -(-min(MIN_CONTEXT, self.context) // self.block_size)

@@ -68,7 +68,7 @@ def test_the_cache_never_holds_more_than_all_sequences_need() -> None:
 
 def test_context_is_fitted_to_the_cache_with_a_note() -> None:
     """Where the cache holds less than one full context, the context shrinks and the plan says so."""
-    plan = fit(EngineConfig(memory=780 * MIB))
+    plan = fit(EngineConfig(memory=860 * MIB))
     assert 256 <= plan.max_model_len == plan.kv_tokens < 8192
     assert any("max_model_len" in note for note in plan.notes)
     assert "max_model_len" in str(plan)
@@ -82,7 +82,7 @@ def test_a_context_beyond_the_model_is_refused_with_both_numbers() -> None:
 
 def test_a_step_shrinks_before_the_start_is_refused() -> None:
     """The chunk, the number of sequences and the context are halved until one sequence of 256 tokens fits."""
-    plan = fit(EngineConfig(memory=750 * MIB, max_num_batched_tokens=8192, max_num_seqs=256))
+    plan = fit(EngineConfig(memory=800 * MIB, max_num_batched_tokens=8192, max_num_seqs=256))
     assert plan.max_num_batched_tokens < 8192
     assert any(
         note.startswith(f"max_num_batched_tokens is {plan.max_num_batched_tokens}, not 8192") for note in plan.notes

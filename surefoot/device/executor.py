@@ -25,7 +25,7 @@ from surefoot.errors import ConfigError, DoesNotFit, WorkerLost
 from surefoot.faults import Faults
 from surefoot.model import weights
 from surefoot.model.registry import network_class
-from surefoot.ops.attention import QUERY_TILE
+from surefoot.plan import QUERY_TILE
 from surefoot.spec import ModelSpec, read_spec
 from surefoot.types import FailureKind, Limits, RowDone, Sample, Sampled, StepDone, StepFailed, StepPlan, Ticket, Work
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from surefoot.device.kvcache import KVCache
-from surefoot.ops.attention import LANES, QUERY_TILE, ROWS, Segment, Tile
+from surefoot.ops.attention import LANES, ROWS, Segment, Tile
+from surefoot.plan import QUERY_TILE
 from surefoot.types import PENDING, SamplingParams, Work
 
 
@@ -124,13 +125,12 @@ def _decode_segment(cache: KVCache, works: list[Work], begin: int) -> Segment:
     for row, work in enumerate(works):
         held = min(blocks, len(work.table))
         tables[row, :held] = torch.tensor(work.table[:held])
-    keys = cache.head_index(tables)
     length = _padded(int(ends.max()))
     mask_from = int(ends.min())
     mask = torch.arange(mask_from, length)[None, :] >= ends[:, None]
     spread = mask.repeat_interleave(cache.kv_heads, 0)[:, None, :] if mask_from < length else None
     tile = Tile(begin, begin + len(works), len(works), length, spread, mask_from)
-    return Segment(keys, keys + cache.kv_heads, (tile,))
+    return Segment(cache.head_index(tables), (tile,))
 
 
 def _prompt_segment(cache: KVCache, work: Work, begin: int, group: int) -> Segment:
@@ -139,7 +139,6 @@ def _prompt_segment(cache: KVCache, work: Work, begin: int, group: int) -> Segme
     table = torch.full((1, blocks), cache.sink, dtype=torch.int64)
     held = min(blocks, len(work.table))
     table[0, :held] = torch.tensor(work.table[:held])
-    keys = cache.head_index(table)
     tiles = []
     for first in range(work.start, work.end, QUERY_TILE):
         end = min(first + QUERY_TILE, work.end)
@@ -147,7 +146,7 @@ def _prompt_segment(cache: KVCache, work: Work, begin: int, group: int) -> Segme
         mask = _causal(first, end, length, group)
         row = begin + first - work.start
         tiles.append(Tile(row, row + end - first, 1, length, mask, first))
-    return Segment(keys, keys + cache.kv_heads, tuple(tiles))
+    return Segment(cache.head_index(table), tuple(tiles))
 
 
 def _causal(first: int, end: int, length: int, group: int) -> Tensor:

@@ -50,12 +50,12 @@ class KVCache:
         return (self._first(blocks)[:, None] + heads) * self.block_size + offsets[:, None]
 
     def head_index(self, tables: Tensor) -> Tensor:
-        """Rows in `head_rows` of the keys of `tables` [sequences, blocks]: [sequences·kv_heads·blocks].
+        """Rows in `head_rows` of the keys and then the values of `tables` [sequences, blocks].
 
-        Values are `kv_heads` rows further.
+        [2·sequences·kv_heads·blocks], the blocks of one head of one sequence beside each other.
         """
-        heads = torch.arange(self.kv_heads, device=tables.device)
-        return (self._first(tables)[:, None, :] + heads[:, None]).reshape(-1)
+        heads = torch.arange(2 * self.kv_heads, device=tables.device).view(2, 1, self.kv_heads, 1)
+        return (self._first(tables)[:, None, :] + heads).reshape(-1)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks (source, destination); sources are read before destinations are written."""

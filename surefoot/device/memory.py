@@ -31,9 +31,22 @@ T = TypeVar("T")
 _LIBC = ctypes.CDLL(None)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
+_MALLINFO_FIELDS = [
+    "arena",
+    "ordblks",
+    "smblks",
+    "hblks",
+    "hblkhd",
+    "usmblks",
+    "fsmblks",
+    "uordblks",
+    "fordblks",
+    "keepcost",
+]
+
 PAGE = os.sysconf("SC_PAGE_SIZE")
 SLIM = 64 * MIB
-"""Where an error does not say what it is, less free memory than this makes it one of memory."""
+"""A RuntimeError that does not say what it is (oneDNN: "could not create a primitive") is one of memory below this."""
 CACHE_SECONDS = 0.01
 _ASKED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|[KMGT]iB)")
 _SCALE = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -77,10 +90,11 @@ def guard(fn: Callable[[], T], *, probe: Callable[[], object] | None = None) -> 
         trace = traceback.format_exc()
         asked = _asked_bytes(str(error))
         memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or bool(_ALLOCATION.search(str(error)))
-    if memory:
+        unclear = type(error) is RuntimeError
+    if memory or unclear:
         gc.collect()
     release_cached()
-    return _classify(reason, trace, asked, memory=memory, usable=_usable(probe))
+    return _classify(reason, trace, asked, memory=memory, unclear=unclear, usable=_usable(probe))
 
 
 def _usable(probe: Callable[[], object] | None) -> bool:
@@ -89,11 +103,11 @@ def _usable(probe: Callable[[], object] | None) -> bool:
     return isinstance(outcome, Ok) or outcome.kind is FailureKind.OOM
 
 
-def _classify(reason: str, trace: str, asked: int | None, *, memory: bool, usable: bool) -> Failure:
+def _classify(reason: str, trace: str, asked: int | None, *, memory: bool, unclear: bool, usable: bool) -> Failure:
     free = free_memory(fresh=True)
     if not usable:
         kind = FailureKind.LOST
-    elif memory or free < max(SLIM, asked or 0):
+    elif memory or (unclear and free < SLIM):
         kind = FailureKind.OOM
     else:
         kind = FailureKind.FAULT
@@ -106,7 +120,7 @@ def _nothing() -> None:
 
 def probe_device() -> None:
     """A small computation with a known result; raises where the device does not compute any more."""
-    device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
+    device = "cuda" if _cuda_in_use() else "cpu"
     ones = torch.ones(16, 16, device=device)
     if float((ones @ ones).sum()) != 16**3:
         raise ArithmeticError("the probe computed a wrong sum")
@@ -123,11 +137,15 @@ def settle_malloc() -> None:
             _LIBC.mallopt(option, value)
 
 
+def _cuda_in_use() -> bool:
+    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
 def release_cached() -> None:
     """Hand memory that no tensor holds back to the device."""
     if hasattr(_LIBC, "malloc_trim"):
         _LIBC.malloc_trim(0)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if _cuda_in_use():
         torch.cuda.empty_cache()
 
 
@@ -164,7 +182,32 @@ def free_memory(*, fresh: bool = False) -> int:
     if fresh or now - _last[0] > CACHE_SECONDS:
         room = [bound - used for bound, used in _cgroups()]
         _last = (now, min([_available(), *room]))
-    return max(0, min([_last[1], *(bound - used for bound, used in _rlimits())]))
+    limits = _rlimits()
+    if not limits:
+        return max(0, _last[1])
+    # What malloc holds and nobody uses counts as used by the limit, and can be used again all the same.
+    return max(0, min([_last[1], *(bound - used + _idle_heap() for bound, used in limits)]))
+
+
+class _MallInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in _MALLINFO_FIELDS]
+
+
+def _idle_heap() -> int:
+    """Bytes of malloc's heap that are free (`fordblks`); 0 where the C library does not tell."""
+    return int(_MALLINFO().fordblks) if _MALLINFO is not None else 0
+
+
+def _mallinfo() -> Callable[[], _MallInfo] | None:
+    function = getattr(_LIBC, "mallinfo2", None)
+    if function is not None:
+        function.restype = _MallInfo
+    return function
+
+
+_MALLINFO = _mallinfo()
 
 
 def _available() -> int:

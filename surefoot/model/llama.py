@@ -79,7 +79,7 @@ class Llama:
         rotated = spec.num_heads + spec.num_kv_heads
         hidden = F.embedding(tokens, self.embedding)
         for index, layer in enumerate(self.layers):
-            qkv = layer.qkv(rms_norm(hidden, layer.input_norm, spec.rms_norm_eps)).unflatten(-1, (-1, spec.head_dim))
+            qkv = layer.qkv(rms_norm(hidden, layer.input_norm, spec.rms_norm_eps)).view(len(tokens), -1, spec.head_dim)
             rotate_(qkv[:, :rotated], turns)
             hidden += layer.o(attend(index, qkv))
             normed = rms_norm(hidden, layer.post_norm, spec.rms_norm_eps)

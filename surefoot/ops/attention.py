@@ -28,8 +28,6 @@ from torch.nn import functional as F
 VALUE_TILE = 128
 """Positions whose probability-weighted values are summed by one product. The library splits a longer axis where it likes:
 from 193 on, as measured with MKL on AVX2."""
-QUERY_TILE = 64
-"""Tokens of a prompt whose scores exist at one time."""
 ROWS = 4
 """Query rows of a product are a multiple of this."""
 LANES = 16
@@ -54,10 +52,12 @@ class Tile:
 
 @dataclass(frozen=True)
 class Segment:
-    """Sequences whose keys and values are gathered together: rows of `KVCache.head_rows`, then the tiles they serve."""
+    """Sequences whose keys and values are gathered together, and the tiles that they serve.
 
-    keys: Tensor
-    values: Tensor
+    `index` are rows of `KVCache.head_rows`: the keys of every head of every sequence, then the values likewise.
+    """
+
+    index: Tensor
     tiles: Sequence[Tile]
 
 
@@ -69,10 +69,8 @@ def attend(q: Tensor, rows: Tensor, segments: Sequence[Segment], *, kv_heads: in
     out = torch.empty_like(q)
     dim = q.shape[-1]
     for segment in segments:
-        keys = F.embedding(segment.keys, rows)
-        values = F.embedding(segment.values, rows)
         heads = segment.tiles[0].sequences * kv_heads
-        keys, values = keys.view(heads, -1, dim), values.view(heads, -1, dim)
+        keys, values = F.embedding(segment.index, rows).view(2, heads, -1, dim).unbind()
         for tile in segment.tiles:
             _attend_tile(q, keys, values, tile, out, kv_heads=kv_heads, scale=scale)
     return out

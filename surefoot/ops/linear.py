@@ -52,25 +52,24 @@ class Int8Linear:
     """int8 weights for a few rows, their float32 value for many; CPU."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.codes, scales = quantize_int8(weight)
-        # The kernel takes activations and scales of one type, and is fast only in bfloat16; the scales are applied to
-        # its result in float32 instead, since eight bits of a scale would cost more accuracy than the weights lose.
-        self.scales = scales
-        self.ones = torch.ones_like(scales, dtype=torch.bfloat16)
-        self.many = PackedLinear(self.codes.float() * scales[:, None], bias)
+        self.codes, self.scales = quantize_int8(weight)
+        self.many = PackedLinear(self.codes.float() * self.scales.float()[:, None], bias)
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] > INT8_MAX_ROWS:
             return self.many(x)
-        out = torch._weight_int8pack_mm(x.bfloat16(), self.codes, self.ones).float().mul_(self.scales)
+        out = torch._weight_int8pack_mm(x.bfloat16(), self.codes, self.scales).float()
         return out if self.bias is None else out.add_(self.bias)
 
 
 def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Round [out, in] to int8 with one scale per output: weight ≈ codes · scales[:, None], codes in -127 … 127."""
-    scales = weight.abs().amax(dim=1).clamp_min_(torch.finfo(torch.float32).tiny) / 127
-    codes = (weight / scales[:, None]).round_().to(torch.int8)
+    """Round [out, in] to int8 with one scale per output: weight ≈ codes · scales[:, None], codes in -127 … 127.
+
+    The kernel is fast only where scales and activations are bfloat16, so the scales are such numbers from the start.
+    """
+    scales = (weight.abs().amax(dim=1) / 127).clamp_min_(torch.finfo(torch.float32).tiny).bfloat16()
+    codes = (weight / scales.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
     return codes, scales
 
 

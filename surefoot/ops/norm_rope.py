@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x / sqrt(mean(x²) + eps) · weight` over the last dimension; `x` [n, hidden], `weight` [hidden]."""
-    return F.rms_norm(x, (weight.shape[0],), weight, eps)
+    return (x * x.float().square().mean(-1, keepdim=True).add_(eps).rsqrt_().to(x.dtype)).mul_(weight)
 
 
 def pair_up(weight: Tensor, head_dim: int) -> Tensor:

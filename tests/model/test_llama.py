@@ -39,7 +39,7 @@ PROMPTS = (
     "Les enfants jouent dans",
     "SELECT name FROM users WHERE",
 )
-TOKENS = 12
+TOKENS = 8
 
 TINY = ModelSpec(
     architecture="LlamaForCausalLM",
