@@ -196,27 +196,32 @@ class Hermes:
 
 
 class HermesParser:
-    """Calls stand between tags, anywhere in the text; each is known when its tag closes."""
+    """Calls stand between tags, anywhere in the text; each is known when its tag closes. Line breaks around a call
+    belong to it."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self._held = ""
+        self._called = False
+        """The text so far ends with a call and line breaks."""
 
     def push(self, text: str) -> Parsed:
-        self._held += text
+        self._held += text.lstrip("\n") if self._called and not self._held else text
+        self._called = self._called and not self._held
         shown = ""
         calls: list[ToolCall] = []
         while Hermes.OPEN in self._held:
             before, _, rest = self._held.partition(Hermes.OPEN)
             body, closed, after = rest.partition(Hermes.CLOSE)
             if not closed:
-                self._held = self._held[len(before) :]
-                return Parsed(shown + before, tuple(calls))
+                certain = before.rstrip("\n")
+                self._held = self._held[len(certain) :]
+                return Parsed(shown + certain, tuple(calls))
             call = self._call(body)
-            # Line breaks around a call belong to it.
             shown += before.rstrip("\n") if call else before + Hermes.OPEN + body + Hermes.CLOSE
             calls += [call] if call else []
             self._held = after.lstrip("\n") if call else after
+            self._called = call is not None and not self._held
         keep = _may_open(self._held)
         shown, self._held = shown + self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return Parsed(shown, tuple(calls))
