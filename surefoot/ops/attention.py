@@ -26,8 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 VALUE_TILE = 128
-"""Positions whose probability-weighted values are summed by one product. The library splits a longer axis where it likes:
-from 193 on, as measured with MKL on AVX2."""
+"""Positions whose probability-weighted values are summed by one product. MKL on AVX2 splits this axis from 193 on."""
 ROWS = 4
 """Query rows of a product are a multiple of this."""
 LANES = 16
