@@ -44,7 +44,7 @@ def find(model: str, *, weights: bool = True) -> Checkpoint:
     if path.suffix == ".gguf":
         return Checkpoint(kind="gguf", path=path, name=path.stem)
     if path.suffix in _PICKLES:
-        raise _pickled(str(path))
+        raise _pickled(str(path), path.parent)
     raise CheckpointError(
         f"{path} is not a model: a file must be a *.gguf; for safetensors name the directory with config.json."
     )
@@ -71,13 +71,17 @@ def _directory(path: Path, *, weights: bool) -> Checkpoint:
     if weights and not any(name.endswith(".safetensors") for name in files):
         pickles = sorted(name for name in files if name.endswith(_PICKLES))
         if pickles:
-            raise _pickled(f"{path} ({', '.join(pickles)})")
+            raise _pickled(f"{path} ({', '.join(pickles)})", path)
         raise CheckpointError(f"{path}: config.json is there, but no *.safetensors; there is nothing to load.")
     return Checkpoint(kind="hf", path=path, name=path.resolve().name)
 
 
-def _pickled(what: str) -> CheckpointError:
+def _pickled(what: str, folder: Path) -> CheckpointError:
+    """With the command that converts a directory: `weights_only` reads tensors and runs no code."""
     return CheckpointError(
-        f"{what}: pickled checkpoints are refused, since reading one runs whatever code is in it. "
-        "Convert it to safetensors."
+        f"{what}: pickled checkpoints are refused, since reading one runs whatever code is in it. Convert it first "
+        "(whole in memory; OUT gets one file, beside which config.json and the tokenizer's files belong):\n"
+        f'  python -c "import glob, torch; from safetensors.torch import save_file; save_file({{name: tensor.clone() '
+        f"for file in glob.glob('{folder}/*.bin') for name, tensor in torch.load(file, weights_only=True).items()}}, "
+        "'OUT/model.safetensors')\""
     )

@@ -12,7 +12,7 @@ import pytest
 
 from surefoot.checkpoint import Checkpoint, find
 from surefoot.errors import CheckpointError
-from surefoot.spec import ModelSpec, read_spec, tensor_shapes
+from surefoot.spec import NO_DEFAULTS, ModelSpec, read_generation_defaults, read_spec, tensor_shapes
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -95,6 +95,27 @@ def test_rows_without_a_token_are_padding(tmp_path: Path) -> None:
     assert read(tmp_path, CONFIG, tokenizer=tokenizer).token_count == 96
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: its vocabulary"):
         read(tmp_path, CONFIG, tokenizer={"model": {}})
+
+
+def test_generation_defaults(tmp_path: Path) -> None:
+    """Sampling that generation_config.json recommends, by the names of requests; -1 is how top_k is off."""
+    checkpoint = Checkpoint(kind="hf", path=tmp_path, name="tiny")
+    assert read_generation_defaults(checkpoint) == NO_DEFAULTS
+    written = {"do_sample": True, "temperature": 0.8, "top_p": 1, "top_k": -1, "max_new_tokens": 64, "max_length": 9}
+    (tmp_path / "generation_config.json").write_text(json.dumps(written))
+    wanted = {"temperature": 0.8, "top_p": 1.0, "top_k": 0, "max_tokens": 64}
+    assert read_generation_defaults(checkpoint).given() == wanted
+    assert read_generation_defaults(find("smollm2")) == NO_DEFAULTS
+
+
+@pytest.mark.parametrize(
+    "bad", [{"temperature": -1}, {"top_p": 0}, {"top_p": "1"}, {"repetition_penalty": 0}, {"max_new_tokens": 0}]
+)
+def test_generation_defaults_that_no_request_could_ask_for(tmp_path: Path, bad: dict[str, Any]) -> None:
+    """A recommendation out of range is an error at start, not at each request."""
+    (tmp_path / "generation_config.json").write_text(json.dumps(bad))
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json: {next(iter(bad))} is"):
+        read_generation_defaults(Checkpoint(kind="hf", path=tmp_path, name="tiny"))
 
 
 @pytest.mark.parametrize("key", ["architectures", "vocab_size", "hidden_size", "num_hidden_layers"])

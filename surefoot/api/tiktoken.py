@@ -55,7 +55,8 @@ def make_backend(ranks: Mapping[bytes, int], pattern: str, specials: Mapping[int
 
     Raises CheckpointError naming `where` for special tokens whose ids do not follow the ranks.
     """
-    names = {token: _name(token) for token in ranks}
+    alphabet = dict(byte_alphabet())
+    names = {token: token.decode("latin-1").translate(alphabet) for token in ranks}
     vocab = {names[token]: rank for token, rank in ranks.items()}
     backend = Tokenizer(BPE(vocab=vocab, merges=_merges(ranks, names), ignore_merges=True))
     cut = pre_tokenizers.Split(Regex(pattern), "isolated")
@@ -74,18 +75,12 @@ def make_backend(ranks: Mapping[bytes, int], pattern: str, specials: Mapping[int
     return backend
 
 
-def _name(token: bytes) -> str:
-    alphabet = byte_alphabet()
-    return "".join([alphabet[byte] for byte in token])
-
-
 def _merges(ranks: Mapping[bytes, int], names: Mapping[bytes, str]) -> list[tuple[str, str]]:
     """Every pair of tokens that makes a token, by that token's rank, then by the pair's own ranks."""
-    merges: list[tuple[int, int, int, str, str]] = []
-    for token, rank in ranks.items():
-        for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
-            if left in ranks and right in ranks:
-                merges.append((rank, ranks[left], ranks[right], names[left], names[right]))
-    merges.sort()
+    merges = sorted(
+        (rank, ranks[left], ranks[right], names[left], names[right])
+        for token, rank in ranks.items()
+        for cut in range(1, len(token))
+        if (left := token[:cut]) in ranks and (right := token[cut:]) in ranks
+    )
     return [(left, right) for *_, left, right in merges]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import asdict
 from safetensors.torch import save_file
 
 from surefoot.checkpoint import Checkpoint, find
 from surefoot.errors import CheckpointError
-from surefoot.gguf import read_header
+from surefoot.gguf import BLOCKS, read_header
 from surefoot.model.layout import huggingface_name
+from surefoot.model.quants import unpack
 from surefoot.model.weights import dummy, expected_names, load
 from surefoot.spec import ModelSpec, read_spec, tensor_shapes
 
@@ -28,7 +32,7 @@ SPEC = ModelSpec(
     num_heads=4, num_kv_heads=2, head_dim=16, max_position=128, rms_norm_eps=1e-5, rope_theta=1e4,
     tie_word_embeddings=False, attention_bias=False, eos_token_ids=(2,), bos_token_id=1, dtype="float32",
 )  # fmt: skip
-TIED = ModelSpec(**{name: getattr(SPEC, name) for name in SPEC.__struct_fields__} | {"tie_word_embeddings": True})
+TIED = ModelSpec(**asdict(SPEC) | {"tie_word_embeddings": True})
 
 
 @pytest.fixture
@@ -210,6 +214,49 @@ def test_dummy_weights() -> None:
     assert first["model.norm.weight"].eq(1).all()
 
 
+def test_dummy_weights_of_gemma_norm_by_one() -> None:
+    """Where norms add 1 to their weight, a dummy weight is 0; biases are 0 too."""
+    spec = ModelSpec(**asdict(SPEC) | {"norm_offset": 1.0, "qk_norm": True, "attention_bias": True})
+    found = dict(dummy(spec, dtype=torch.float32))
+    for name in ("model.norm.weight", "model.layers.0.self_attn.q_norm.weight", "model.layers.0.self_attn.k_proj.bias"):
+        assert found[name].eq(0).all(), name
+
+
+@pytest.mark.slow
+def test_host_memory_is_one_file_at_a_time(tmp_path: Path) -> None:
+    """Loading, and dropping each tensor, holds the mapped file and a tensor, however many files there are."""
+    sizes = {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 4096, "head_dim": 128}
+    tensors = dict(dummy(ModelSpec(**asdict(SPEC) | sizes | {"num_layers": 6}), dtype=torch.float32))
+    weight_map = {name: f"model-{name.split('.')[2] if 'layers' in name else 6}.safetensors" for name in tensors}
+    save_shards(tmp_path, tensors, weight_map)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG_OF_SPEC | sizes | {"num_hidden_layers": 6}))
+    files = [path.stat().st_size for path in tmp_path.glob("*.safetensors")]
+    done = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    tensor = 4 * 4096 * 512  # the loop still has the last one while the next is made
+    assert int(done.stdout) < max(files) + 2 * tensor + (16 << 20) < sum(files) / 2
+
+
+CONFIG_OF_SPEC = {
+    "architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "torch_dtype": "float32",
+}  # fmt: skip
+MEASURE = """
+import sys, psutil, torch
+from surefoot.checkpoint import find
+from surefoot.model.weights import load
+from surefoot.spec import read_spec
+
+process, peak = psutil.Process(), []
+checkpoint = find(sys.argv[1])
+spec = read_spec(checkpoint)
+before = process.memory_info().rss
+for _ in load(checkpoint, spec, dtype=torch.float32, progress=lambda *_: peak.append(process.memory_info().rss)):
+    peak.append(process.memory_info().rss)
+print(max(peak) - before)
+"""
+
+
 # ---- GGUF
 
 NAMES = {
@@ -252,6 +299,17 @@ def test_gguf_equals_the_reference(write_gguf: Any, weights: Tensors, kind: str)
             array = oracle.quants.dequantize(oracle.quants.quantize(array, number), number)
         wanted[name] = torch.from_numpy(array.copy())
     assert_same(loaded(checkpoint), wanted)
+
+
+@pytest.mark.parametrize(("kind", "scales"), [("Q4_K", (0, 2)), ("Q6_K", (208,))])
+def test_blocks_of_256_equal_the_reference(kind: str, scales: tuple[int, ...]) -> None:
+    """Random blocks unpack to exactly what the gguf package makes of them, over the borders of our chunks."""
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 256, (1100, BLOCKS[kind][1]), dtype=np.uint8)
+    for at in scales:  # random bytes would make scales that are not finite
+        blocks[:, at : at + 2] = rng.normal(size=(1100, 1)).astype(np.float16).view(np.uint8)
+    wanted = oracle.quants.dequantize(blocks, oracle.GGMLQuantizationType[kind])
+    assert np.array_equal(unpack(blocks.reshape(-1), kind), wanted.reshape(-1))
 
 
 def test_gguf_tensor_that_differs_is_named(write_gguf: Any, weights: Tensors) -> None:
