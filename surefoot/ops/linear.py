@@ -20,9 +20,9 @@ INT8_MAX_ROWS = 12
 
 
 class Linear(Protocol):
-    """`x` [n, in] → [n, out]."""
+    """`x` [n, in] → [n, out], written to `out` if given."""
 
-    def __call__(self, x: Tensor) -> Tensor: ...
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor: ...
 
 
 class PlainLinear:
@@ -32,8 +32,32 @@ class PlainLinear:
         self.weight = weight
         self.bias = bias
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return _into(out, F.linear(x, self.weight, self.bias))
+
+
+class CudaLinear:
+    """cuBLAS for many rows; for one, a kernel that reads the weight at the card's bandwidth, as cuBLAS does not."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        from surefoot.ops.linear_triton import linear
+
+        self.weight = weight.contiguous()
+        self.bias = bias
+        self._one_row = linear
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        if x.shape[0] == 1 and x.dtype != torch.float32:
+            out = x.new_empty(1, self.weight.shape[0]) if out is None else out
+            self._one_row(x, self.weight, self.bias, out)
+            return out
+        if out is None:
+            return F.linear(x, self.weight, self.bias)
+        return (
+            torch.addmm(self.bias, x, self.weight.t(), out=out)
+            if self.bias is not None
+            else torch.mm(x, self.weight.t(), out=out)
+        )
 
 
 class PackedLinear:
@@ -43,9 +67,8 @@ class PackedLinear:
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight)
         self.bias = bias
 
-    def __call__(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return out
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return _into(out, torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], ""))
 
 
 class Int8Linear:
@@ -56,20 +79,27 @@ class Int8Linear:
         self.many = PackedLinear(self.codes.float() * self.scales.float()[:, None], bias)
         self.bias = bias
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         if x.shape[0] > INT8_MAX_ROWS:
-            return self.many(x)
-        out = torch._weight_int8pack_mm(x.bfloat16(), self.codes, self.scales).float()
-        return out if self.bias is None else out.add_(self.bias)
+            return self.many(x, out)
+        product = torch._weight_int8pack_mm(x.bfloat16(), self.codes, self.scales).float()
+        return _into(out, product if self.bias is None else product.add_(self.bias))
+
+
+def _into(out: Tensor | None, product: Tensor) -> Tensor:
+    return product if out is None else out.copy_(product)
 
 
 def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Round [out, in] to int8 with one scale per output: weight ≈ codes · scales[:, None], codes in -127 … 127.
 
-    The kernel is fast only where scales and activations are bfloat16, so the scales are such numbers from the start.
+    The kernel is fast only where scales and activations are bfloat16, so the scales are such numbers from the start,
+    rounded up: the largest weight of a channel is never cut.
     """
-    scales = (weight.abs().amax(dim=1) / 127).clamp_min_(torch.finfo(torch.float32).tiny).bfloat16()
-    codes = (weight / scales.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+    exact = (weight.abs().amax(dim=1) / 127).clamp_min_(torch.finfo(torch.float32).tiny)
+    near = exact.bfloat16()
+    scales = torch.where(near.float() < exact, torch.nextafter(near, torch.full_like(near, torch.inf)), near)
+    codes = (weight / scales.float()[:, None]).round_().to(torch.int8)
     return codes, scales
 
 
@@ -77,4 +107,6 @@ def make_linear(weight: Tensor, bias: Tensor | None = None, *, quantization: str
     """The fastest layer for this weight's device and dtype; `quantization` is none or int8 (CPU only)."""
     if weight.device.type == "cpu" and weight.dtype == torch.float32:
         return Int8Linear(weight, bias) if quantization == "int8" else PackedLinear(weight, bias)
+    if weight.is_cuda:
+        return CudaLinear(weight, bias)
     return PlainLinear(weight, bias)

@@ -24,14 +24,13 @@ def test_packed_rows_do_not_depend_on_their_neighbours(shape: tuple[int, int]) -
 
 
 def test_int8_codes_stay_within_half_a_step() -> None:
-    """Rounding moves no weight by more than its channel's scale, nearly always by half of it, a zero row included."""
+    """Rounding moves no weight by more than half of its channel's scale, a zero row included."""
     weight = torch.randn(64, 48, generator=torch.Generator().manual_seed(0))
     weight[3] = 0
     codes, scales = quantize_int8(weight)
     assert codes.abs().max() <= 127
     error = (codes.float() * scales.float()[:, None] - weight).abs()
-    assert (error <= scales.float()[:, None]).all()
-    assert (error <= 0.5001 * scales.float()[:, None]).float().mean() > 0.99
+    assert (error <= 0.5001 * scales.float()[:, None]).all()
 
 
 def test_int8_is_close_for_few_rows_and_for_many() -> None:
