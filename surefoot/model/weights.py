@@ -77,15 +77,20 @@ def load(
     for path, tensors in groupby(needed, key=lambda tensor: tensor.file):
         with source.open(path) as file:
             for tensor in tensors:
-                names = source.pieces[tensor.name]
-                rows = [shapes[name][0] for name in names]
-                for name, piece in zip(names, torch.split(tensor.read(file), rows), strict=True):
-                    moved = piece.to(device)
-                    # Mapped pages are copied: a file replaced while serving must not reach into a running model.
-                    yield name, moved.to(dtype, copy=source.mapped and moved is piece)
+                rows = {name: shapes[name][0] for name in source.pieces[tensor.name]}
+                for name, piece in zip(rows, torch.split(tensor.read(file), list(rows.values())), strict=True):
+                    yield name, _moved(piece, device, dtype, mapped=source.mapped)
+                del piece  # it holds the file's mapping, and the next file is opened soon
                 done += tensor.nbytes
                 if progress is not None:
                     progress(done, total, tensor.name)
+
+
+def _moved(piece: Tensor, device: torch.device | str, dtype: torch.dtype, *, mapped: bool) -> Tensor:
+    """`piece` on the device and of the dtype. Mapped pages are always copied: a file that is replaced while serving
+    must not reach into a running model."""
+    moved = piece.to(device)
+    return moved.to(dtype, copy=mapped and moved is piece)
 
 
 def dummy(

@@ -233,8 +233,8 @@ def test_host_memory_is_one_file_at_a_time(tmp_path: Path) -> None:
     files = [path.stat().st_size for path in tmp_path.glob("*.safetensors")]
     done = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    tensor = 4 * 4096 * 512  # the loop still has the last one while the next is made
-    assert int(done.stdout) < max(files) + 2 * tensor + (16 << 20) < sum(files) / 2
+    tensor = 4 * 4096 * 512  # malloc keeps a few that were freed
+    assert int(done.stdout) < max(files) + 4 * tensor + (16 << 20) < sum(files) / 2
 
 
 CONFIG_OF_SPEC = {
