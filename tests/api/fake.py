@@ -15,6 +15,7 @@ from surefoot.api.app import create_app
 from surefoot.api.tokenizer import Tokenizer
 from surefoot.config import ServerConfig
 from surefoot.errors import RequestError
+from surefoot.spec import NO_DEFAULTS, GenerationDefaults
 from surefoot.types import Emitted, Limits, Sampled, SamplingParams, Snapshot
 
 TEXT = "The capital of France is Paris."
@@ -103,9 +104,11 @@ class FakeEngine:
 
 
 @contextmanager
-def served(engine: FakeEngine, tokenizer: Tokenizer, config: ServerConfig) -> Iterator[str]:
+def served(
+    engine: FakeEngine, tokenizer: Tokenizer, config: ServerConfig, defaults: GenerationDefaults = NO_DEFAULTS
+) -> Iterator[str]:
     """The app behind a real socket; yields its base URL."""
-    app = create_app(engine, tokenizer, config)
+    app = create_app(engine, tokenizer, config, defaults)
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none", lifespan="off"))
