@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "ops"))
 
 import reference
 
+from surefoot.architecture import Rope
 from surefoot.ops import attention_triton as attention
 from surefoot.ops import linear_triton, sample
 from surefoot.ops import sample_triton as sampling
@@ -142,7 +143,7 @@ def small_kernels(report: Report) -> None:
 
 def rope(report: Report) -> None:
     """Interleaved pairs over half of head_dim, as GLM has it."""
-    turns = rotations(4096, 64, 10_000.0, DEVICE)
+    turns = rotations(Rope(theta=10_000.0, dim=64, interleaved=True, scaling=None), 4096, DEVICE)
     table = torch.view_as_real(turns)
     for rows in ROWS:
         kv = random(-(-rows // 128) + 1, 4, 2, 128, KV_HEADS, DIM)[:, 1]

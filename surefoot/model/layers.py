@@ -1,33 +1,77 @@
-"""What the pages of the families share: how parameters are gathered out of a checkpoint, and what a network is."""
+"""What networks share: how a layer attends, the stream that layers add to, and how parameters are gathered."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from surefoot.errors import CheckpointError
+from surefoot.ops.norm_rope import add_rms_norm
 
-Attend = Callable[[int, Tensor], Tensor]
-"""Attention of one layer: (layer, qkv [n, heads + 2·kv_heads, head_dim] after rotation) → [n, heads·head_dim].
 
-It stores the keys and values of these tokens and looks at all that the cache holds of their sequences. How that is
-paged and batched is not the network's business.
+@dataclass(frozen=True)
+class Attention:
+    """How one layer attends, besides its projections."""
+
+    turns: Tensor | None
+    """Unit complex numbers [max_position, rotary_dim/2], complex64 (`ops.norm_rope.rotations`); None: it does not turn."""
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    """[head_dim]: each head of queries and keys is normed before it turns."""
+    eps: float
+    scale: float
+    """What scores are multiplied with."""
+    window: int | None
+    """Tokens that a token sees, itself included; None: all before it."""
+    softcap: float | None
+    """scores → cap · tanh(scores / cap)."""
+
+
+Attend = Callable[[int, Tensor, Attention], Tensor]
+"""Attention of one layer: (layer, qkv [n, heads + 2·kv_heads, head_dim], how) → [n, heads·head_dim].
+
+It norms and turns queries and keys, stores keys and values of these tokens, and looks at all that the cache holds of
+their sequences. How that is paged and batched is not the network's business.
 """
 
 
 class Network(Protocol):
     """A family's page, with its weights."""
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Ids and positions [n] (int64) → hidden rows [n, hidden] after the last norm."""
+    def forward(self, tokens: Tensor, attend: Attend) -> Tensor:
+        """Ids [n] → hidden rows [n, hidden] after the last norm."""
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden rows [rows, hidden] → float32 [rows, vocabulary]."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Hidden rows [rows, hidden] → [rows, vocabulary], into `out` if given."""
         ...
+
+
+class Stream:
+    """Hidden rows that each half of a layer reads, normed, and adds to.
+
+    An addition waits for the norm that follows it, so that on a GPU both are one kernel.
+    """
+
+    def __init__(self, hidden: Tensor, eps: float) -> None:
+        self._hidden = hidden
+        self._eps = eps
+        self._change: Tensor | None = None
+        self._change_norm: Tensor | None = None
+
+    def add(self, change: Tensor, norm: Tensor | None = None) -> None:
+        """Add `change` [n, hidden], normed first where the family norms what a half of a layer puts out."""
+        self._change, self._change_norm = change, norm
+
+    def normed(self, weight: Tensor) -> Tensor:
+        """The norm of the sum so far, times `weight` [hidden]."""
+        change, norm = self._change, self._change_norm
+        self._change = self._change_norm = None
+        return add_rms_norm(self._hidden, change, weight, self._eps, change_weight=norm)
 
 
 class Part(NamedTuple):

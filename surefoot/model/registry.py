@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from surefoot.errors import CheckpointError
-from surefoot.model.llama import Llama
+from surefoot.model.decoder import Decoder
 
-NETWORKS = {"LlamaForCausalLM": Llama}
+NETWORKS = dict.fromkeys(
+    (
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "Phi3ForCausalLM",
+        "SmolLM3ForCausalLM",
+        "GlmForCausalLM",
+        "Glm4ForCausalLM",
+        "GemmaForCausalLM",
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+    ),
+    Decoder,
+)
 
 
-def network_class(architecture: str) -> type[Llama]:
+def network_class(architecture: str) -> type[Decoder]:
     """The class for `architecture`. Raises CheckpointError naming those that are supported."""
     if architecture not in NETWORKS:
         known = ", ".join(sorted(NETWORKS))

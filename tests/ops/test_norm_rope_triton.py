@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from surefoot.architecture import Rope
 from surefoot.ops.activation_triton import silu_and_mul
 from surefoot.ops.norm_rope import rotate_, rotations
 from surefoot.ops.norm_rope_triton import add_rms_norm, rope_and_store, sandwich_rms_norm
@@ -46,7 +47,7 @@ def test_heads_are_turned_and_stored(dim: int, rotary: int, normed: bool) -> Non
     cache = torch.full((4, 2, 2, block_size, kv_heads, dim), 7.0)
     kv = cache[:, 1]
     positions, slots = torch.tensor([5, 40, 11]), torch.tensor([2 * 16 + 3, 0, -1])
-    turns = rotations(64, rotary, 10_000.0, qkv.device)
+    turns = rotations(Rope(theta=10_000.0, dim=rotary, interleaved=True, scaling=None), 64, qkv.device)
     norms = [torch.randn(dim) if normed else None for _ in range(2)]
 
     expected = qkv.clone()

@@ -12,7 +12,7 @@ from surefoot.config import EngineConfig
 from surefoot.device.executor import Device, open_device
 from surefoot.errors import CheckpointError
 from surefoot.model import weights
-from surefoot.model.llama import Llama
+from surefoot.model.decoder import Decoder
 from surefoot.model.registry import network_class
 from surefoot.spec import ModelSpec, read_spec
 from surefoot.types import Sample, Sampled, SamplingParams, StepDone, StepPlan, Work
@@ -92,17 +92,25 @@ def reference(spec: ModelSpec, tensors: dict[str, torch.Tensor]) -> Any:
     return network
 
 
-def whole(network: Llama, tokens: list[int]) -> torch.Tensor:
+def whole(network: Decoder, tokens: list[int]) -> torch.Tensor:
     """Logits [tokens, vocabulary] of one sequence, with attention written out and no cache."""
+    from surefoot.device.runner import norm_heads_
+    from surefoot.model.layers import Attention
     from surefoot.ops.attention import attend_reference
+    from surefoot.ops.norm_rope import rotate_
 
     spec = network.spec
 
-    def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        q, k, v = qkv.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
-        return attend_reference(q, k, v, start=0, scale=spec.head_dim**-0.5).flatten(1)
+    positions = torch.arange(len(tokens))
 
-    hidden = network.forward(torch.tensor(tokens), torch.arange(len(tokens)), attend)
+    def attend(layer: int, qkv: torch.Tensor, how: Attention) -> torch.Tensor:
+        norm_heads_(qkv, how, spec.num_heads, spec.num_kv_heads)
+        if how.turns is not None:
+            rotate_(qkv[:, : spec.num_heads + spec.num_kv_heads], how.turns[positions])
+        q, k, v = qkv.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
+        return attend_reference(q, k, v, start=0, scale=how.scale).flatten(1)
+
+    hidden = network.forward(torch.tensor(tokens), attend)
     return network.logits(hidden)
 
 
@@ -113,7 +121,7 @@ def test_a_small_network_equals_transformers(tied: bool) -> None:
     tensors = dict(weights.dummy(spec, dtype=torch.float32, seed=3))
     generator = torch.Generator().manual_seed(0)
     tensors = {name: tensor + torch.randn(tensor.shape, generator=generator) * 0.2 for name, tensor in tensors.items()}
-    network = Llama.load(spec, iter(tensors.items()), device=torch.device("cpu"), dtype=torch.float32)
+    network = Decoder.load(spec, iter(tensors.items()), device=torch.device("cpu"), dtype=torch.float32)
     tokens = list(range(1, 40))
     with torch.inference_mode():
         expected = reference(spec, tensors)(torch.tensor([tokens])).logits[0]
@@ -131,12 +139,12 @@ def test_tensors_must_be_those_of_the_network(name: str, change: str) -> None:
     else:
         tensors["model.extra"] = torch.zeros(1)
     with pytest.raises(CheckpointError, match=name):
-        Llama.load(TINY, iter(tensors.items()), device=torch.device("cpu"), dtype=torch.float32)
+        Decoder.load(TINY, iter(tensors.items()), device=torch.device("cpu"), dtype=torch.float32)
 
 
 def test_an_unknown_architecture_is_refused_with_those_supported() -> None:
     """The registry names what it knows."""
-    assert network_class("LlamaForCausalLM") is Llama
+    assert network_class("LlamaForCausalLM") is Decoder
     with pytest.raises(CheckpointError, match=r"'NopeForCausalLM'.*LlamaForCausalLM"):
         network_class("NopeForCausalLM")
 
@@ -236,7 +244,7 @@ def test_logits_equal_transformers(embedded: Device, transformers_model: Any, en
     """Logits of the embedded model are transformers' within 1e-4 of their scale, at every position of a long text."""
     tokens = [token for prompt in encoded for token in prompt]
     network = embedded.executor.runner.network
-    assert isinstance(network, Llama)
+    assert isinstance(network, Decoder)
     with torch.inference_mode():
         theirs = transformers_model(torch.tensor([tokens])).logits[0]
     ours = whole(network, tokens)

@@ -1,0 +1,150 @@
+"""Prefill attention on a GPU: which kernel, decided once at start by a trial against the oracle.
+
+    fa3       FlashAttention 3 from the package fa3-fwd: sm90, blocks of a multiple of 128 tokens
+    triton    always there: sm80 and later, any block size
+
+A backend is built once per step (`prepare`) and called once per layer.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from surefoot.device import memory
+from surefoot.device.gpu_cache import GpuCache
+from surefoot.device.gpu_inputs import StepTensors
+from surefoot.ops import attention_triton as attention
+from surefoot.ops.attention import attend_reference
+from surefoot.spec import ModelSpec
+
+log = logging.getLogger(__name__)
+
+FA3_LEAST_QUERIES = 9
+"""Below this longest query FlashAttention 3 takes a path that has no paged cache."""
+
+Attend = Callable[[Tensor, Tensor, float, Tensor], None]
+"""(queries [tokens, heads, head_dim], one layer of the cache, scale, out) of the prefill rows of a step."""
+
+
+PrefillRow = tuple[int, int]
+"""(tokens to compute, context with these tokens) of one row."""
+
+
+class Backend(Protocol):
+    """Prepares attention over the prefill rows of one step."""
+
+    name: str
+
+    def prepare(self, step: StepTensors, tables: Tensor, rows: Sequence[PrefillRow]) -> Attend:
+        """`tables` [rows, blocks] of all rows of the step, whose last are the prefill `rows`."""
+        ...
+
+
+class Triton:
+    """The packed kernel of `ops.attention_triton`."""
+
+    name = "triton"
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._group = spec.num_heads // spec.num_kv_heads
+
+    def prepare(self, step: StepTensors, tables: Tensor, rows: Sequence[PrefillRow]) -> Attend:
+        tables, lengths, begins = _of_prefills(step, tables)
+        queries, contexts = zip(*rows, strict=True)
+        tiles = torch.from_numpy(attention.prefill_tiles(queries, contexts, self._group))
+        tiles = tiles.pin_memory().to(tables.device, non_blocking=True)
+
+        def attend(q: Tensor, kv: Tensor, scale: float, out: Tensor) -> None:
+            attention.prefill(q, kv, tables, lengths, begins, tiles, scale=scale, out=out)
+
+        return attend
+
+
+class FlashAttention3:
+    """fa3-fwd; a step whose longest query is too short for it goes to the Triton kernel."""
+
+    name = "fa3"
+
+    def __init__(self, spec: ModelSpec) -> None:
+        from fa3_fwd_interface import flash_attn_with_kvcache
+
+        self._kernel = flash_attn_with_kvcache
+        self._short = Triton(spec)
+
+    def prepare(self, step: StepTensors, tables: Tensor, rows: Sequence[PrefillRow]) -> Attend:
+        longest = max(queries for queries, _ in rows)
+        if longest < FA3_LEAST_QUERIES:
+            return self._short.prepare(step, tables, rows)
+        tables, lengths, begins = _of_prefills(step, tables)
+
+        def attend(q: Tensor, kv: Tensor, scale: float, out: Tensor) -> None:
+            result = self._kernel(
+                q,
+                kv[:, 0],
+                kv[:, 1],
+                cache_seqlens=lengths,
+                page_table=tables,
+                cu_seqlens_q=begins,
+                max_seqlen_q=longest,
+                softmax_scale=scale,
+                causal=True,
+            )
+            out.copy_(result)
+
+        return attend
+
+
+def _of_prefills(step: StepTensors, tables: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Block tables, contexts, and where each row's queries begin among those of prefill rows."""
+    decodes = step.shape.decode_rows
+    return tables[decodes:], step.length[decodes:], step.starts[decodes:] - decodes
+
+
+def choose(spec: ModelSpec, cache: GpuCache) -> Backend:
+    """The fastest backend that computes what the oracle does here."""
+    triton = Triton(spec)
+    if importlib.util.find_spec("fa3_fwd_interface") is None:
+        log.info("prefill attention: triton (fa3-fwd is not installed)")
+        return triton
+    major, _ = torch.cuda.get_device_capability(cache.data.device)
+    if major != 9 or cache.block_size % 128 or cache.data.dtype == torch.float32:
+        log.info("prefill attention: triton (fa3 needs sm90, 16 bits and blocks of a multiple of 128)")
+        return triton
+    tried = memory.guard(lambda: _agrees(FlashAttention3(spec), spec, cache))
+    if isinstance(tried, memory.Ok) and tried.value is not None:
+        log.info("prefill attention: fa3")
+        return tried.value
+    log.warning("prefill attention: triton (fa3 does not work here: %s)", getattr(tried, "reason", "wrong result"))
+    return triton
+
+
+@torch.inference_mode()
+def _agrees(backend: FlashAttention3, spec: ModelSpec, cache: GpuCache) -> FlashAttention3 | None:
+    """`backend` if it agrees with the plain twin on one prompt of a block, written to the sink."""
+    device, tokens = cache.data.device, min(cache.block_size, 64)
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (tokens, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+    qkv = torch.randn(shape, generator=generator, device=device).to(cache.data.dtype)
+    q, k, v = torch.split(qkv, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+    layer = cache.layer(0)
+    layer[cache.sink, 0, :tokens], layer[cache.sink, 1, :tokens] = k, v
+    out = torch.full_like(q, torch.nan).contiguous()
+    table = torch.tensor([[cache.sink]], dtype=torch.int32, device=device)
+    length = torch.tensor([tokens], dtype=torch.int32, device=device)
+    begins = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+    scale = spec.head_dim**-0.5
+    result = backend._kernel(
+        q, layer[:, 0], layer[:, 1], cache_seqlens=length, page_table=table, cu_seqlens_q=begins,
+        max_seqlen_q=tokens, softmax_scale=scale, causal=True,
+    )  # fmt: skip
+    out.copy_(result)
+    expected = attend_reference(q.float(), k.float(), v.float(), start=0, scale=scale)
+    cache.zero([cache.sink])
+    error = (out.float() - expected).norm() / expected.norm()
+    return backend if bool(error < 2e-2) else None

@@ -1,0 +1,235 @@
+"""Steps on a GPU: launched without waiting, collected behind an event, so that two can be in flight.
+
+Everything a step needs of an earlier one stays on the device: drawn tokens go into the token pool, and the next step's
+inputs are read from there. A step of decode rows alone is one replay of a captured graph; any other runs eagerly.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from surefoot.device import memory
+from surefoot.device.gpu_cache import GpuCache
+from surefoot.device.gpu_inputs import BlockTables, Shape, Staging, pack
+from surefoot.device.gpu_runner import GpuRunner
+from surefoot.device.gpu_sampler import Draw, GpuSampler, Outcome, read
+from surefoot.faults import Faults
+from surefoot.types import (
+    FailureKind,
+    Limits,
+    RowDone,
+    SamplingParams,
+    StepDone,
+    StepFailed,
+    StepPlan,
+    Ticket,
+    Work,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Flight:
+    """A launched plan: how to read what becomes of it, or why it failed at once."""
+
+    plan: StepPlan
+    works: tuple[Work, ...] = ()
+    draws: Sequence[Draw] = ()
+    outcome: Outcome | None = None
+    token_finite: Tensor | None = None
+    passed: torch.cuda.Event | None = None
+    failure: memory.Failure | None = None
+    began: float = 0.0
+
+
+class GpuExecutor:
+    """`types.Executor` for CUDA devices."""
+
+    def __init__(self, runner: GpuRunner, limits: Limits, faults: Faults) -> None:
+        self._runner = runner
+        self._cache: GpuCache = runner.cache
+        self._limits = limits
+        self.faults = faults
+        slots, device = limits.max_num_seqs + 1, runner.device
+        self._pad_slot = limits.max_num_seqs
+        width = -(-limits.max_model_len // limits.block_size)
+        self._tables = BlockTables(slots, width, sink=self._cache.sink, device=device)
+        self._pool = torch.zeros(slots, limits.max_model_len + 1, dtype=torch.int32, device=device)
+        most = max_draws(limits)
+        tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
+        self._staging = Staging(tokens=tokens, rows=limits.max_num_seqs, samples=most, device=device)
+        self._sampler = GpuSampler(runner.spec, most=most, device=device)
+        self._flights: deque[Flight] = deque()
+
+    # ---- types.Executor ----------------------------------------------------------------------------------------------
+
+    def launch(self, plan: StepPlan) -> Ticket:
+        """Start a plan. Never raises for a step that fails: the failure is what `collect` returns."""
+        began = time.perf_counter()
+        outcome = memory.guard(lambda: self._start(plan))
+        if isinstance(outcome, memory.Failure):
+            self._tables.forget()
+            self._flights.append(Flight(plan, failure=outcome, began=began))
+        else:
+            outcome.value.began = began
+            self._flights.append(outcome.value)
+        return Ticket(plan.id)
+
+    def collect(self, ticket: Ticket) -> StepDone | StepFailed:
+        """Wait for the oldest launched plan, which must be the ticket's, and read its outcome."""
+        flight = self._flights.popleft()
+        if flight.plan.id != ticket.plan:
+            raise ValueError(f"Plan {ticket.plan} is not the oldest in flight; tickets are collected once, in order.")
+        outcome = memory.guard(lambda: self._finish(flight)) if flight.failure is None else flight.failure
+        if isinstance(outcome, memory.Ok):
+            return StepDone(plan=flight.plan.id, rows=outcome.value, seconds=time.perf_counter() - flight.began)
+        if outcome.kind is not FailureKind.OOM:
+            log.error("step %d failed: %s", flight.plan.id, outcome.trace)
+        return StepFailed(
+            plan=flight.plan.id, kind=outcome.kind, reason=outcome.reason, needed=outcome.needed, free=outcome.free
+        )
+
+    def free_memory(self) -> int:
+        """Bytes that a step could still allocate: free on the card, and cached by this process."""
+        return memory.free_memory()
+
+    # ---- launch ------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _start(self, plan: StepPlan) -> Flight:
+        struck = self.faults.begin(tokens=plan.tokens, control=plan.control)
+        if "execute:oom" in struck:
+            raise torch.OutOfMemoryError("injected by SUREFOOT_FAULTS")
+        if "execute:raise" in struck:
+            raise ValueError("injected by SUREFOOT_FAULTS")
+        works = (self._control_work(),) if plan.control else _decodes_first(plan.works)
+        self._cache.copy(plan.copies)
+        self._admit(works)
+        size = self._runner.graph_size(len(works)) if not plan.control and _graphable(works) else None
+        shape = self._shape(works, size)
+        arrays = self._staging.begin(shape)
+        draws = pack(
+            arrays,
+            works,
+            block_size=self._limits.block_size,
+            pad_rows=0 if size is None else size - len(works),
+            pad_slot=self._pad_slot,
+        )
+        self._staging.send(shape)
+        self._tell_tables(works)
+        tensors = self._staging.tensors(shape)
+        token_finite = logits = None
+        if size is not None:
+            logits = self._runner.replay(size)
+        else:
+            prefills = [(len(work.tokens), work.end) for work in works if len(work.tokens) > 1]
+            hidden = self._runner.forward(tensors, self._tables.device, self._pool, prefills)
+            if "row:nan" in struck and plan.works:
+                hidden[: len(works[0].tokens)] = torch.nan
+            token_finite = _finite_tokens(hidden)
+            if draws:
+                logits = self._runner.logits(hidden, tensors.source[: len(draws)])
+        outcome = None if logits is None else self._sampler.launch(logits, draws, tensors.rows, self._pool)
+        passed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        passed.record()
+        return Flight(plan, works, draws, outcome, token_finite, passed)
+
+    def _shape(self, works: Sequence[Work], size: int | None) -> Shape:
+        if size is not None:
+            return Shape(tokens=size, decode_rows=size, rows=size, samples=size)
+        decodes = sum(len(work.tokens) == 1 for work in works)
+        return Shape(
+            tokens=sum(len(work.tokens) for work in works),
+            decode_rows=decodes,
+            rows=len(works),
+            samples=sum(len(work.samples) for work in works),
+        )
+
+    def _admit(self, works: Sequence[Work]) -> None:
+        """History of rows whose slot does not hold it: children that stand on their parent's blocks."""
+        for work in works:
+            if work.known is not None:
+                known = torch.tensor(work.known, dtype=torch.int32, device=self._pool.device)
+                self._pool[work.slot, : len(work.known)] = known
+
+    def _tell_tables(self, works: Sequence[Work]) -> None:
+        """Send what changed in the block tables."""
+        updates = self._tables.updates(works)
+        if updates:
+            told = torch.tensor(updates, dtype=torch.int64).pin_memory().to(self._pool.device, non_blocking=True)
+            self._tables.device.view(-1)[told[:, 0]] = told[:, 1].int()
+
+    def _control_work(self) -> Work:
+        """One padding row on the sink block, in the slot that no sequence has."""
+        return Work(
+            request=-1, child=0, epoch=0, slot=self._pad_slot, start=0, tokens=(0,), table=(self._cache.sink,),
+            known=None, samples=(), params=SamplingParams(), decoding=False,
+        )  # fmt: skip
+
+    # ---- collect -----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _finish(self, flight: Flight) -> tuple[RowDone, ...]:
+        assert flight.passed is not None
+        flight.passed.synchronize()
+        if flight.plan.control:
+            return ()
+        sampled, finite = read(flight.outcome, flight.draws) if flight.outcome is not None else ([], [])
+        bad = {work.key for (work, _), fine in zip(flight.draws, finite, strict=True) if not fine}
+        bad |= _bad_rows(flight)
+        done: dict[tuple[int, int], RowDone] = {}
+        at = 0
+        for work in flight.works:
+            draws = tuple(sampled[at : at + len(work.samples)])
+            at += len(work.samples)
+            done[work.key] = RowDone(error=_not_finite(work)) if work.key in bad else RowDone(samples=draws)
+        size = self._limits.block_size
+        self._cache.zero([b for w in flight.works if w.key in bad for b in w.table[w.start // size :]])
+        return tuple(done[work.key] for work in flight.plan.works)
+
+
+def max_draws(limits: Limits) -> int:
+    """The most tokens that one step draws: a row each, or the children of one prompt (n ≤ 128)."""
+    return limits.max_num_seqs + 128
+
+
+def _decodes_first(works: tuple[Work, ...]) -> tuple[Work, ...]:
+    return tuple(sorted(works, key=lambda work: len(work.tokens) > 1))
+
+
+def _graphable(works: Sequence[Work]) -> bool:
+    """Decode rows alone, one draw each."""
+    return all(len(work.tokens) == 1 and len(work.samples) == 1 for work in works)
+
+
+def _finite_tokens(hidden: Tensor) -> Tensor:
+    """[tokens] bool on the host, once the step's event has passed: which hidden rows are finite."""
+    finite = hidden.sum(-1, dtype=torch.float32).isfinite()
+    host = torch.empty(finite.shape, dtype=torch.bool, pin_memory=True)
+    return host.copy_(finite, non_blocking=True)
+
+
+def _bad_rows(flight: Flight) -> set[tuple[int, int]]:
+    if flight.token_finite is None or bool(flight.token_finite.all()):
+        return set()
+    bad, at = set(), 0
+    for work in flight.works:
+        if not bool(flight.token_finite[at : at + len(work.tokens)].all()):
+            bad.add(work.key)
+        at += len(work.tokens)
+    return bad
+
+
+def _not_finite(work: Work) -> str:
+    return (
+        f"The model computed a value that is not finite (NaN or infinity) at positions {work.start} to {work.end - 1} "
+        f"of this request; other requests are not affected."
+    )
