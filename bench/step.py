@@ -11,7 +11,7 @@ import sys
 import time
 
 from surefoot.config import EngineConfig
-from surefoot.device.executor import Device, open_device
+from surefoot.device.start import Device, open_device
 from surefoot.types import Sample, SamplingParams, StepDone, StepPlan, Work
 
 GREEDY = SamplingParams(temperature=0.0)

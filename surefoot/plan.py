@@ -125,8 +125,8 @@ def step_cost(spec: ModelSpec, *, device: str, dtype: str) -> StepCost:
     return StepCost(
         token=max(feed_forward, attention) * item + 256,
         logit_row=spec.vocab_size * 8,
-        score=QUERY_TILE * spec.num_heads * item * 2,
-        gathered=2 * spec.num_kv_heads * spec.head_dim * item,
+        score=QUERY_TILE * spec.num_heads * item * 2 if device == "cpu" else 0,
+        gathered=2 * spec.num_kv_heads * spec.head_dim * item if device == "cpu" else 0,
         fixed=(8 if device == "cpu" else 64) * MIB + spec.vocab_size * 48,
     )
 

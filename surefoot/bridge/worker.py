@@ -128,7 +128,7 @@ def _serve(connection: Connection, build: Build) -> None:
 def open_engine(config: EngineConfig, connection: Connection) -> Engine:
     """Open the device, telling how far it is, and say what was fitted."""
     connection.send(wire.Progress(stage="starting", fraction=0.0))
-    from surefoot.device.executor import open_device  # torch takes seconds: not before the leash is on
+    from surefoot.device.start import open_device  # torch takes seconds: not before the leash is on
 
     device = open_device(
         config, progress=lambda stage, fraction: connection.send(wire.Progress(stage=stage, fraction=fraction))

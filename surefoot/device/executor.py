@@ -5,29 +5,21 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from surefoot import checkpoint as checkpoints
 from surefoot import plan as planning
-from surefoot.checkpoint import Checkpoint
-from surefoot.config import EngineConfig, format_bytes
+from surefoot.config import format_bytes
 from surefoot.device import memory
 from surefoot.device.inputs import StepInputs, TokenPool, build, control_work
-from surefoot.device.kvcache import KVCache
 from surefoot.device.runner import Runner
 from surefoot.device.sampler import Row, Sampler
-from surefoot.errors import ConfigError, DoesNotFit, WorkerLost
 from surefoot.faults import Faults
-from surefoot.model import weights
-from surefoot.model.registry import network_class
 from surefoot.plan import QUERY_TILE
-from surefoot.spec import ModelSpec, read_spec
-from surefoot.types import FailureKind, Limits, RowDone, Sample, Sampled, StepDone, StepFailed, StepPlan, Ticket, Work
+from surefoot.types import FailureKind, RowDone, Sample, Sampled, StepDone, StepFailed, StepPlan, Ticket, Work
 
 Progress = Callable[[str, float], None]
 log = logging.getLogger(__name__)
@@ -73,6 +65,20 @@ class StepExecutor:
             longest=max([*prompts, together // QUERY_TILE, 1]),
             gathered=max([*prompts, together, 1]),
         )
+
+    def warm_up(self) -> None:
+        """Run a control step and a small prompt: threads start and libraries load now, while there is room for them.
+
+        Both write only to the sink. Raises what the step raised.
+        """
+        cache, most = self.runner.cache, self.pool.tokens.shape[1] - 1
+        tokens = min(QUERY_TILE + 1, most)
+        control = control_work(cache, self._control_slot)
+        table = (cache.sink,) * -(-tokens // cache.block_size)
+        prompt = replace(control, tokens=(0,) * tokens, table=table, samples=(Sample(child=0, seed=0, index=0),))
+        self._step(StepPlan(id=0, works=(), control=True))
+        self._step(StepPlan(id=0, works=(prompt,)))
+        cache.zero([cache.sink])
 
     # ---- one step -------------------------------------------------------------------------------------------------
 
@@ -178,125 +184,3 @@ def _not_finite(work: Work) -> str:
         f"The model computed a value that is not finite (NaN or infinity) at positions {work.start} to {work.end - 1} "
         f"of this request; other requests are not affected."
     )
-
-
-# ---- start ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Device:
-    """An open device: what runs steps, and what it was fitted to."""
-
-    executor: StepExecutor
-    limits: Limits
-    plan: planning.MemoryPlan
-    spec: ModelSpec
-
-
-def open_device(config: EngineConfig, *, progress: Progress) -> Device:
-    """Plan memory, load weights, warm up. `progress` hears what is being done and how much of it is (0 … 1).
-
-    Raises ConfigError, ModelNotFound, CheckpointError or DoesNotFit.
-    """
-    faults = Faults.parse(config.faults, seed=config.seed) if config.allow_fault_injection else Faults()
-    device = _device(config)
-    found = checkpoints.find(config.model, weights=config.load_format != "dummy")
-    spec = read_spec(found)
-    network_type = network_class(spec.architecture)
-    dtype = _dtype(config, spec, device)
-    memory.settle_malloc()
-    plan = planning.plan_memory(
-        spec, config, memory.measure(device), device=device.type, dtype=str(dtype).removeprefix("torch.")
-    )
-
-    def start() -> StepExecutor:
-        tensors = _tensors(found, spec, config, dtype, progress)
-        network = network_type.load(spec, tensors, device=device, dtype=dtype, quantization=config.quantization)
-        cache = KVCache(spec, num_blocks=plan.num_blocks, block_size=plan.block_size, dtype=dtype, device=device)
-        executor = StepExecutor(Runner(spec, network, cache), Sampler(spec), plan, Faults())
-        progress("warming up", 0.0)
-        _warm_up(executor, plan)
-        progress("warming up", 1.0)
-        executor.faults = faults
-        return executor
-
-    return Device(_started(memory.guard(start), plan), _limits(plan, spec), plan, spec)
-
-
-def _started(outcome: memory.Ok[StepExecutor] | memory.Failure, plan: planning.MemoryPlan) -> StepExecutor:
-    if isinstance(outcome, memory.Ok):
-        return outcome.value
-    if outcome.kind is FailureKind.OOM:
-        raise DoesNotFit(
-            f"Memory ran out while the model was loaded ({outcome.reason}); {format_bytes(outcome.free)} are free now. "
-            f"Leave it more room, or give it less to fill with --memory. It was planned as:\n{plan}"
-        )
-    raise WorkerLost(f"The model could not be started.\n{outcome.trace}")
-
-
-def _limits(plan: planning.MemoryPlan, spec: ModelSpec) -> Limits:
-    return Limits(
-        max_model_len=plan.max_model_len,
-        max_num_batched_tokens=plan.max_num_batched_tokens,
-        max_num_seqs=plan.max_num_seqs,
-        block_size=plan.block_size,
-        num_blocks=plan.num_blocks,
-        eos_token_ids=spec.eos_token_ids,
-    )
-
-
-def _tensors(
-    found: Checkpoint, spec: ModelSpec, config: EngineConfig, dtype: torch.dtype, progress: Progress
-) -> Iterator[tuple[str, Tensor]]:
-    if config.load_format == "dummy":
-        return weights.dummy(spec, dtype=dtype, seed=config.seed)
-
-    def report(done: int, total: int, _: str) -> None:
-        progress("loading weights", done / total)
-
-    return weights.load(found, spec, dtype=dtype, progress=report)
-
-
-def _device(config: EngineConfig) -> torch.device:
-    """The device that is asked for. Raises ConfigError where this release does not run on it."""
-    if config.device not in ("auto", "cpu"):
-        raise ConfigError(f"device: {config.device!r} was asked for; this release runs on cpu.")
-    return torch.device("cpu")
-
-
-def _dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
-    """`auto` is what the CPU is fast at: float32, unless it multiplies the checkpoint's bfloat16 in hardware.
-
-    Raises ConfigError for a name that is no dtype, and for int8 weights with anything but float32.
-    """
-    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if config.dtype != "auto" and config.dtype not in names:
-        raise ConfigError(f"dtype: {config.dtype!r} is none of auto, {', '.join(names)}.")
-    native = spec.dtype == "bfloat16" and fast_bfloat16() and config.quantization == "none"
-    dtype = names[config.dtype] if config.dtype != "auto" else torch.bfloat16 if native else torch.float32
-    if config.quantization not in ("none", "int8"):
-        raise ConfigError(f"quantization: {config.quantization!r} is neither none nor int8.")
-    if config.quantization == "int8" and dtype != torch.float32:
-        raise ConfigError(f"quantization: int8 weights go with dtype float32, not {config.dtype}.")
-    return dtype
-
-
-def fast_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 in hardware (AVX512_BF16 or AMX); without, it is ten times slower."""
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-
-
-def _warm_up(executor: StepExecutor, plan: planning.MemoryPlan) -> None:
-    """Run a control step and a small prompt: threads start and libraries load now, while there is room for them.
-
-    Both write only to the sink. Raises what the step raised.
-    """
-    cache = executor.runner.cache
-    tokens = min(QUERY_TILE + 1, plan.max_num_batched_tokens, plan.max_model_len)
-    table = (cache.sink,) * -(-tokens // cache.block_size)
-    control = control_work(cache, plan.max_num_seqs)
-    sample = Sample(child=0, seed=0, index=0)
-    prompt = replace(control, tokens=(0,) * tokens, table=table, samples=(sample,))
-    executor._step(StepPlan(id=0, works=(), control=True))
-    executor._step(StepPlan(id=0, works=(prompt,)))
-    cache.zero([cache.sink])

@@ -101,6 +101,18 @@ class GpuExecutor:
         """Bytes that a step could still allocate: free on the card, and cached by this process."""
         return memory.free_memory()
 
+    @torch.inference_mode()
+    def capture(self, size: int) -> None:
+        """Capture the graph of `size` decode rows, after one eager run of the same."""
+        shape = Shape(tokens=size, decode_rows=size, rows=size, samples=size)
+        arrays = self._staging.begin(shape)
+        pack(arrays, (), block_size=self._limits.block_size, pad_rows=size, pad_slot=self._pad_slot)
+        self._staging.send(shape)
+        tensors = self._staging.tensors(shape)
+        self._runner.decode_step(tensors, self._tables.device, self._pool)
+        torch.cuda.synchronize()
+        self._runner.capture(tensors, self._tables.device, self._pool)
+
     # ---- launch ------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +37,7 @@ class GpuRunner:
         dtype = cache.data.dtype
         self._logits = torch.zeros(limits.max_num_seqs, spec.vocab_size, dtype=dtype, device=self.device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graph_memory = torch.cuda.graph_pool_handle()
         self._turns: dict[int, Tensor] = {}
 
     def forward(self, step: StepTensors, tables: Tensor, pool: Tensor, prefills: Sequence[PrefillRow] = ()) -> Tensor:
@@ -96,10 +96,10 @@ class GpuRunner:
         """The smallest captured size for this many decode rows, or None."""
         return min((size for size in self._graphs if size >= rows), default=None)
 
-    def capture(self, step: StepTensors, tables: Tensor, pool: Tensor, memory_pool: Any) -> None:
+    def capture(self, step: StepTensors, tables: Tensor, pool: Tensor) -> None:
         """Capture a step of decode rows alone over the static tensors of `step`; it must have run once before."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=memory_pool):
+        with torch.cuda.graph(graph, pool=self._graph_memory):
             self.decode_step(step, tables, pool)
         self._graphs[step.shape.rows] = graph
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from surefoot.config import EngineConfig
-from surefoot.device.executor import Device, open_device
+from surefoot.device.start import Device, open_device
 from surefoot.types import RowDone, Sample, Sampled, SamplingParams, StepDone, StepFailed, StepPlan, Work
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=3)

@@ -11,7 +11,7 @@ import torch
 from surefoot import checkpoint as checkpoints
 from surefoot.api.tokenizer import load_tokenizer
 from surefoot.config import EngineConfig
-from surefoot.device.executor import open_device
+from surefoot.device.start import open_device
 from surefoot.types import Sample, SamplingParams, StepDone, StepPlan, Work
 
 # Lewis Carroll, Alice's Adventures in Wonderland (1865), public domain.

@@ -9,7 +9,7 @@ import torch
 
 from surefoot import checkpoint as checkpoints
 from surefoot.config import EngineConfig
-from surefoot.device.executor import Device, open_device
+from surefoot.device.start import Device, open_device
 from surefoot.errors import CheckpointError
 from surefoot.model import weights
 from surefoot.model.decoder import Decoder

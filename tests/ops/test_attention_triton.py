@@ -94,5 +94,5 @@ def test_tiles_cover_each_query_once_longest_first() -> None:
 
 def test_spread_keeps_every_multiprocessor_busy() -> None:
     """Few key heads are cut into more works than many; there are always some."""
-    assert decode_spread(2, 132) == 264
+    assert decode_spread(2, 132) == 66
     assert decode_spread(64, 132) == 16

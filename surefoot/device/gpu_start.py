@@ -1,0 +1,95 @@
+"""Getting a GPU ready: the cache, every kernel compiled, the largest step run once, graphs captured.
+
+Nothing is compiled, and nothing new asked of the driver, inside a served request: what steps need is taken here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+import torch
+
+from surefoot.device import memory
+from surefoot.device.gpu_backends import choose
+from surefoot.device.gpu_cache import GpuCache
+from surefoot.device.gpu_executor import GpuExecutor
+from surefoot.device.gpu_runner import GpuRunner
+from surefoot.faults import Faults
+from surefoot.model.layers import Network
+from surefoot.plan import MemoryPlan
+from surefoot.spec import ModelSpec
+from surefoot.types import Limits, Sample, SamplingParams, StepDone, StepPlan, Work
+
+Progress = Callable[[str, float], None]
+log = logging.getLogger(__name__)
+
+GRAPH_SIZES = (1, 2, 4, *range(8, 257, 8), *range(288, 513, 32))
+"""Decode rows that graphs are captured for; a step of another size takes the next larger one."""
+
+
+def start_gpu(
+    spec: ModelSpec,
+    network: Network,
+    plan: MemoryPlan,
+    limits: Limits,
+    faults: Faults,
+    device: torch.device,
+    progress: Progress,
+) -> GpuExecutor:
+    """An executor that is warm. Raises what the largest step raised."""
+    dtype = getattr(torch, plan.dtype.split()[0])
+    cache = GpuCache(spec, num_blocks=plan.num_blocks, block_size=plan.block_size, dtype=dtype, device=device)
+    runner = GpuRunner(spec, network, cache, limits, choose(spec, cache))
+    executor = GpuExecutor(runner, limits, Faults())
+    for step in warm_plans(limits, cache.sink):
+        _run(executor, step)
+    sizes = [size for size in GRAPH_SIZES if size <= limits.max_num_seqs]
+    for done, size in enumerate(reversed(sizes)):
+        progress("capturing graphs", done / len(sizes))
+        captured = memory.guard(lambda size=size: executor.capture(size))  # type: ignore[misc]
+        if isinstance(captured, memory.Failure):
+            log.warning("no graph for %d decode rows and fewer, which run eagerly: %s", size, captured.reason)
+            break
+    cache.zero([cache.sink])
+    torch.cuda.synchronize()
+    executor.faults = faults
+    return executor
+
+
+def warm_plans(limits: Limits, sink: int) -> Iterator[StepPlan]:
+    """A control step; the largest prompt chunk at the longest context; all rows decoding, drawn in every way."""
+    yield StepPlan(id=0, works=(), control=True)
+    most = min(limits.max_num_batched_tokens, limits.max_model_len - 1)
+    for tokens, end in ((most, limits.max_model_len - 1), (most, most), (min(most, 5), min(most, 5))):
+        yield StepPlan(id=0, works=(_work(limits, sink, 0, end - tokens, tokens, SamplingParams()),))
+    hot = SamplingParams(temperature=1.0)
+    for params in (SamplingParams(temperature=0.0), hot, SamplingParams(top_p=0.9, top_k=50, logprobs=5)):
+        rows = tuple(_work(limits, sink, row, 5, 1, params) for row in range(limits.max_num_seqs))
+        yield StepPlan(id=0, works=rows)
+    mixed = [_work(limits, sink, row, 5, 1, hot) for row in range(min(2, limits.max_num_seqs - 1))]
+    if mixed and most > 64:
+        yield StepPlan(id=0, works=(*mixed, _work(limits, sink, len(mixed), 0, most // 2, hot)))
+
+
+def _work(limits: Limits, sink: int, slot: int, start: int, tokens: int, params: SamplingParams) -> Work:
+    blocks = -(-(start + tokens) // limits.block_size)
+    return Work(
+        request=-1,
+        child=slot,
+        epoch=0,
+        slot=slot,
+        start=start,
+        tokens=(0,) * tokens,
+        table=(sink,) * blocks,
+        known=None,
+        samples=(Sample(child=slot, seed=0, index=0),),
+        params=params,
+        decoding=tokens == 1,
+    )
+
+
+def _run(executor: GpuExecutor, plan: StepPlan) -> None:
+    outcome = executor.collect(executor.launch(plan))
+    if not isinstance(outcome, StepDone):
+        raise RuntimeError(f"A step of {plan.tokens} tokens failed while warming up: {outcome.reason}")

@@ -1,0 +1,165 @@
+"""From a configuration to a device that runs steps: plan memory, load weights, warm up."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from surefoot import checkpoint as checkpoints
+from surefoot import plan as planning
+from surefoot.checkpoint import Checkpoint
+from surefoot.config import EngineConfig, format_bytes
+from surefoot.device import memory
+from surefoot.device.executor import StepExecutor
+from surefoot.device.kvcache import KVCache
+from surefoot.device.runner import Runner
+from surefoot.device.sampler import Sampler
+from surefoot.errors import ConfigError, DoesNotFit, WorkerLost
+from surefoot.faults import Faults
+from surefoot.model import weights
+from surefoot.model.layers import Network
+from surefoot.model.registry import network_class
+from surefoot.spec import ModelSpec, read_spec
+from surefoot.types import Executor, FailureKind, Limits
+
+Progress = Callable[[str, float], None]
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Device:
+    """An open device: what runs steps, and what it was fitted to."""
+
+    executor: Executor
+    limits: Limits
+    plan: planning.MemoryPlan
+    spec: ModelSpec
+
+
+def open_device(config: EngineConfig, *, progress: Progress) -> Device:
+    """Plan memory, load weights, warm up. `progress` hears what is being done and how much of it is (0 … 1).
+
+    Raises ConfigError, ModelNotFound, CheckpointError or DoesNotFit.
+    """
+    faults = Faults.parse(config.faults, seed=config.seed) if config.allow_fault_injection else Faults()
+    device = choose_device(config)
+    found = checkpoints.find(config.model, weights=config.load_format != "dummy")
+    spec = read_spec(found)
+    network_type = network_class(spec.architecture)
+    dtype = choose_dtype(config, spec, device)
+    memory.settle_malloc()
+    plan = planning.plan_memory(
+        spec, config, memory.measure(device), device=device.type, dtype=str(dtype).removeprefix("torch.")
+    )
+    limits = _limits(plan, spec, device)
+
+    def start() -> Executor:
+        tensors = _tensors(found, spec, config, dtype, device, progress)
+        network = network_type.load(spec, tensors, device=device, dtype=dtype, quantization=config.quantization)
+        progress("warming up", 0.0)
+        if device.type == "cuda":
+            from surefoot.device.gpu_start import start_gpu  # Triton comes along, and is not there on every machine
+
+            return start_gpu(spec, network, plan, limits, faults, device, progress)
+        return _start_cpu(spec, network, plan, faults, device)
+
+    return Device(_started(memory.guard(start), plan), limits, plan, spec)
+
+
+def _start_cpu(
+    spec: ModelSpec, network: Network, plan: planning.MemoryPlan, faults: Faults, device: torch.device
+) -> Executor:
+    dtype = getattr(torch, plan.dtype.split()[0])
+    cache = KVCache(spec, num_blocks=plan.num_blocks, block_size=plan.block_size, dtype=dtype, device=device)
+    executor = StepExecutor(Runner(spec, network, cache), Sampler(spec), plan, Faults())
+    executor.warm_up()
+    executor.faults = faults
+    return executor
+
+
+def _started(outcome: memory.Ok[Executor] | memory.Failure, plan: planning.MemoryPlan) -> Executor:
+    if isinstance(outcome, memory.Ok):
+        return outcome.value
+    if outcome.kind is FailureKind.OOM:
+        raise DoesNotFit(
+            f"Memory ran out while the model was loaded ({outcome.reason}); {format_bytes(outcome.free)} are free now. "
+            f"Leave it more room, or give it less to fill with --memory. It was planned as:\n{plan}"
+        )
+    raise WorkerLost(f"The model could not be started.\n{outcome.trace}")
+
+
+def _limits(plan: planning.MemoryPlan, spec: ModelSpec, device: torch.device) -> Limits:
+    return Limits(
+        max_model_len=plan.max_model_len,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        max_num_seqs=plan.max_num_seqs,
+        block_size=plan.block_size,
+        num_blocks=plan.num_blocks,
+        eos_token_ids=spec.eos_token_ids,
+        depth=2 if device.type == "cuda" else 1,
+    )
+
+
+def _tensors(
+    found: Checkpoint,
+    spec: ModelSpec,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress,
+) -> Iterator[tuple[str, Tensor]]:
+    if config.load_format == "dummy":
+        return weights.dummy(spec, dtype=dtype, device=device, seed=config.seed)
+
+    def report(done: int, total: int, _: str) -> None:
+        progress("loading weights", done / total)
+
+    return weights.load(found, spec, dtype=dtype, device=device, progress=report)
+
+
+def choose_device(config: EngineConfig) -> torch.device:
+    """The device that is asked for; `auto` is the GPU where there is one. Raises ConfigError where it is not there."""
+    there = torch.cuda.is_available()
+    if config.device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device: {config.device!r} is none of auto, cpu, cuda.")
+    if config.device == "cuda" and not there:
+        raise ConfigError("device: cuda was asked for, but torch finds no CUDA device here.")
+    if config.device == "cpu" or not there:
+        return torch.device("cpu")
+    if torch.cuda.get_device_capability() < (8, 0):
+        name = torch.cuda.get_device_name()
+        raise ConfigError(f"device: {name} is older than sm80, for which there are no kernels; use --device cpu.")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def choose_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
+    """`auto` is what the device is fast at: on a GPU the checkpoint's 16 bits (bfloat16 for a float32 checkpoint); on a
+    CPU float32, unless it multiplies the checkpoint's bfloat16 in hardware.
+
+    Raises ConfigError for a name that is no dtype, and for int8 weights with anything but float32 on a CPU.
+    """
+    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if config.dtype != "auto" and config.dtype not in names:
+        raise ConfigError(f"dtype: {config.dtype!r} is none of auto, {', '.join(names)}.")
+    if config.quantization not in ("none", "int8"):
+        raise ConfigError(f"quantization: {config.quantization!r} is neither none nor int8.")
+    dtype = names[config.dtype] if config.dtype != "auto" else _fast_dtype(config, spec, device)
+    if config.quantization == "int8" and (dtype != torch.float32 or device.type != "cpu"):
+        raise ConfigError("quantization: int8 weights go with device cpu and dtype float32 for now.")
+    return dtype
+
+
+def _fast_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
+    if device.type == "cuda":
+        return torch.float16 if spec.dtype == "float16" else torch.bfloat16
+    native = spec.dtype == "bfloat16" and fast_bfloat16() and config.quantization == "none"
+    return torch.bfloat16 if native else torch.float32
+
+
+def fast_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 in hardware (AVX512_BF16 or AMX); without, it is ten times slower."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
