@@ -32,6 +32,7 @@ from surefoot.api.tokenizer import Tokenizer, load_tokenizer
 from surefoot.bridge.client import EngineClient, RequestHandle
 from surefoot.errors import InvalidRequest, RequestError
 from surefoot.sampling import check_token_ids, validate
+from surefoot.spec import read_generation_defaults
 from surefoot.types import Emitted, Sampled, SamplingParams
 
 T = TypeVar("T")
@@ -82,6 +83,8 @@ class LLM:
         config = settings.engine_config({"log_level": "warning", **options, "model": model})
         files = checkpoint.find(config.model, weights=config.load_format != "dummy")
         self.tokenizer: Tokenizer = load_tokenizer(files)
+        self.default_sampling_params = SamplingParams(**read_generation_defaults(files).given())
+        """Used where a call gives none: what the model's generation_config.json recommends."""
         self._loop = LoopThread()
         try:
             # Prompts wait here, not in the engine's queue, so that queue needs no bound of its own.
@@ -125,7 +128,7 @@ class LLM:
         while it runs fails alone: its output has `error` set.
         """
         listed = _as_list(prompts)
-        params = _per_prompt(sampling_params, len(listed))
+        params = _per_prompt(sampling_params, self.default_sampling_params, len(listed))
         jobs = [self._job(prompt, each) for prompt, each in zip(listed, params, strict=True)]
         return self._run(jobs, use_progress=use_progress)
 
@@ -138,17 +141,17 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list of them. Errors are those of `generate`."""
         chats = [messages] if messages and isinstance(messages[0], dict) else messages
-        params = _per_prompt(sampling_params, len(chats))
+        params = _per_prompt(sampling_params, self.default_sampling_params, len(chats))
         jobs = [self._chat_job(chat, each) for chat, each in zip(chats, params, strict=True)]
         return self._run(jobs, use_progress=use_progress)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """The text of one completion (n=1) as it comes. Raises RequestError; closing the iterator cancels."""
-        return self._stream(self._job(prompt, sampling_params or SamplingParams()))
+        return self._stream(self._job(prompt, sampling_params or self.default_sampling_params))
 
     def stream_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """The text of one answer (n=1) as it comes. Raises RequestError; closing the iterator cancels."""
-        return self._stream(self._chat_job(messages, sampling_params or SamplingParams()))
+        return self._stream(self._chat_job(messages, sampling_params or self.default_sampling_params))
 
     # ---- preparing --------------------------------------------------------------------------------------------------
 
@@ -358,9 +361,11 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+def _per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, default: SamplingParams, count: int
+) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+        return [params or default] * count
     if len(params) != count:
         raise InvalidRequest(
             f"{len(params)} sampling parameters were given for {count} prompts.", param="sampling_params"

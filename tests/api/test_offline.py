@@ -45,6 +45,13 @@ def test_one_prompt_of_text(llm: LLM) -> None:
     assert (output.index, output.finish_reason, output.stop_reason, len(output.token_ids)) == (0, "length", None, 5)
 
 
+def test_a_call_without_parameters(llm: LLM) -> None:
+    """The model's own recommendation is used; the embedded model makes none, which leaves vLLM's defaults."""
+    assert llm.default_sampling_params == SamplingParams()
+    (result,) = llm.generate("Hello")
+    assert len(result.outputs[0].token_ids) <= SamplingParams().max_tokens
+
+
 def test_many_prompts_keep_their_order(llm: LLM) -> None:
     """Outputs are in the order of the prompts, and each is what the prompt gives alone."""
     prompts = ["The capital of France is", "Two and two is", "Water", "My name is"]
