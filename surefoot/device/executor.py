@@ -115,7 +115,7 @@ class StepExecutor:
         self.runner.cache.copy(plan.copies)
         for work in works:
             self.pool.admit(work)
-        inputs = build(works, self.pool, self.runner.cache, self.runner.group)
+        inputs = build(works, self.pool, self.runner.cache, self.runner.group, self.runner.windows)
         hidden = self.runner.forward(inputs)
         if "row:nan" in struck and plan.works:
             self._poison(hidden, inputs, works)

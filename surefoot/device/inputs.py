@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from surefoot.device.kvcache import KVCache
-from surefoot.ops.attention import LANES, ROWS, Segment, Tile
+from surefoot.ops.attention import LANES, ROWS, VALUE_TILE, Mask, Segment, Tile
 from surefoot.plan import QUERY_TILE
 from surefoot.types import PENDING, SamplingParams, Work
 
@@ -49,34 +50,30 @@ class StepInputs:
     """One forward pass. `order` lists the works in the order of their rows: decoding rows by length, then prompts.
 
     `spans` are the rows begin … end of each work, in that order; `store_index` says where keys and values go.
+    `segments` says what attention reads, for each window that layers have.
     """
 
     tokens: Tensor
     positions: Tensor
     store_index: Tensor
-    segments: tuple[Segment, ...]
+    segments: Mapping[int | None, Sequence[Segment]]
     order: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
 
 
-def build(works: Sequence[Work], pool: TokenPool, cache: KVCache, group: int) -> StepInputs:
-    """Tensors of a plan's works; `group` is the number of query heads per key head."""
+def build(
+    works: Sequence[Work], pool: TokenPool, cache: KVCache, group: int, windows: Iterable[int | None] = (None,)
+) -> StepInputs:
+    """Tensors of a plan's works; `group` is the number of query heads per key head, `windows` are those of layers."""
     order = sorted(range(len(works)), key=lambda at: (len(works[at].tokens) > 1, -works[at].end, at))
     ordered = [works[at] for at in order]
     spans = list(_spans(ordered))
-    decoding = [work for work in ordered if len(work.tokens) == 1]
-    segments = [_decode_segment(cache, part, begin) for begin, part in _length_groups(decoding)]
-    segments += [
-        _prompt_segment(cache, work, begin, group)
-        for work, (begin, _) in zip(ordered, spans, strict=True)
-        if len(work.tokens) > 1
-    ]
     positions = torch.cat([torch.arange(work.start, work.end) for work in ordered])
     return StepInputs(
         tokens=torch.cat([pool.inputs(work) for work in ordered]).long(),
         positions=positions,
         store_index=_store_index(cache, ordered, positions),
-        segments=tuple(segments),
+        segments=_segments(cache, ordered, group, windows),
         order=tuple(order),
         spans=tuple(spans),
     )
@@ -106,57 +103,121 @@ def _spans(works: Sequence[Work]) -> Iterator[tuple[int, int]]:
         begin += len(work.tokens)
 
 
-def _length_groups(works: Sequence[Work]) -> Iterator[tuple[int, list[Work]]]:
-    """Split works, longest first, where one is under half as long as the longest of its group; with first rows."""
+# ---- what attention reads -------------------------------------------------------------------------------------------
+
+
+def _segments(
+    cache: KVCache, works: Sequence[Work], group: int, windows: Iterable[int | None]
+) -> dict[int | None, list[Segment]]:
+    """For each window; those that no sequence has outgrown share the segments of layers that see everything."""
+    longest = max(work.end for work in works)
+    made: dict[int | None, list[Segment]] = {}
+    found: dict[int | None, list[Segment]] = {}
+    for window in windows:
+        felt = window if window is not None and window < longest else None
+        if felt not in made:
+            made[felt] = list(_window_segments(cache, works, group, felt))
+        found[window] = made[felt]
+    return found
+
+
+def _window_segments(cache: KVCache, works: Sequence[Work], group: int, window: int | None) -> Iterator[Segment]:
+    decoding = [work for work in works if len(work.tokens) == 1]
+    for begin, part in _length_groups(cache, decoding, window):
+        yield _decode_segment(cache, part, begin, window)
+    for work, (begin, _) in zip(works, _spans(works), strict=True):
+        if len(work.tokens) > 1:
+            yield _prompt_segment(cache, work, begin, group, window)
+
+
+def _first_seen(cache: KVCache, position: int, window: int | None) -> int:
+    """Where gathering begins for queries at `position` and later: at a block that is also the first of a value tile.
+
+    0      first           position - window + 1     position
+    [ out of sight )[ gathered, masked )[ the window         ]
+    """
+    if window is None:
+        return 0
+    step = math.lcm(cache.block_size, VALUE_TILE)
+    return max(0, position - window + 1) // step * step
+
+
+def _length_groups(cache: KVCache, works: Sequence[Work], window: int | None) -> Iterator[tuple[int, list[Work]]]:
+    """Split works where one sees under half as many positions as another of its group; with first rows."""
+    seen = [work.end - _first_seen(cache, work.end - 1, window) for work in works]
     begin = 0
     while begin < len(works):
         end = begin + 1
-        while end < len(works) and 2 * works[end].end >= works[begin].end:
+        while end < len(works) and 2 * min(seen[begin : end + 1]) >= max(seen[begin : end + 1]):
             end += 1
         yield begin, list(works[begin:end])
         begin = end
 
 
-def _decode_segment(cache: KVCache, works: list[Work], begin: int) -> Segment:
-    """One token each of several sequences, padded to the longest; short tables end in the sink."""
-    ends = torch.tensor([work.end for work in works])
-    blocks = _blocks(cache, int(ends.max()))
-    tables = torch.full((len(works), blocks), cache.sink, dtype=torch.int64)
-    for row, work in enumerate(works):
-        held = min(blocks, len(work.table))
-        tables[row, :held] = torch.tensor(work.table[:held])
+def _decode_segment(cache: KVCache, works: list[Work], begin: int, window: int | None) -> Segment:
+    """One token each of several sequences, padded to the longest; positions count from the first that each sees."""
+    firsts = [_first_seen(cache, work.end - 1, window) for work in works]
+    ends = torch.tensor([work.end - first for work, first in zip(works, firsts, strict=True)])
     length = _padded(int(ends.max()))
-    mask_from = int(ends.min())
-    mask = torch.arange(mask_from, length)[None, :] >= ends[:, None]
-    spread = mask.repeat_interleave(cache.kv_heads, 0)[:, None, :] if mask_from < length else None
-    tile = Tile(begin, begin + len(works), len(works), length, spread, mask_from)
-    return Segment(cache.head_index(tables), (tile,))
+    masks = _masks(ends - 1, length, window, lambda hidden: hidden.repeat_interleave(cache.kv_heads, 0).unsqueeze(1))
+    tile = Tile(begin, begin + len(works), len(works), 0, length, masks)
+    return Segment(cache.head_index(_tables(cache, works, firsts, length)), (tile,))
 
 
-def _prompt_segment(cache: KVCache, work: Work, begin: int, group: int) -> Segment:
+def _prompt_segment(cache: KVCache, work: Work, begin: int, group: int, window: int | None) -> Segment:
     """Several tokens of one sequence, in tiles of QUERY_TILE that each look as far as their last token."""
-    blocks = _blocks(cache, work.end)
-    table = torch.full((1, blocks), cache.sink, dtype=torch.int64)
-    held = min(blocks, len(work.table))
-    table[0, :held] = torch.tensor(work.table[:held])
+    origin = _first_seen(cache, work.start, window)
     tiles = []
-    for first in range(work.start, work.end, QUERY_TILE):
-        end = min(first + QUERY_TILE, work.end)
-        length = _padded(end)
-        mask = _causal(first, end, length, group)
-        row = begin + first - work.start
-        tiles.append(Tile(row, row + end - first, 1, length, mask, first))
-    return Segment(cache.head_index(table), tuple(tiles))
+    for start in range(work.start, work.end, QUERY_TILE):
+        end = min(start + QUERY_TILE, work.end)
+        first = origin if window is None else max(0, start - window + 1) // VALUE_TILE * VALUE_TILE
+        length = _padded(end - first)
+        masks = _masks(torch.arange(start, end) - first, length, window, lambda hidden: _token_major(hidden, group))
+        row = begin + start - work.start
+        tiles.append(Tile(row, row + end - start, 1, first - origin, length, masks))
+    return Segment(cache.head_index(_tables(cache, [work], [origin], _padded(work.end - origin))), tiles)
 
 
-def _causal(first: int, end: int, length: int, group: int) -> Tensor:
-    """True where the queries at positions first … end may not look, among keys first … length: [rows, keys].
+def _tables(cache: KVCache, works: Sequence[Work], firsts: Sequence[int], length: int) -> Tensor:
+    """Blocks of `length` positions from each work's first on, [works, blocks] int64; short tables end in the sink."""
+    blocks = -(-length // cache.block_size)
+    tables = torch.full((len(works), blocks), cache.sink, dtype=torch.int64)
+    for row, (work, first) in enumerate(zip(works, firsts, strict=True)):
+        held = work.table[first // cache.block_size :][:blocks]
+        tables[row, : len(held)] = torch.tensor(held)
+    return tables
 
-    Rows are token-major, `group` per token, and padded as attention pads them (padding rows look at everything).
+
+def _masks(queries: Tensor, length: int, window: int | None, spread: Callable[[Tensor], Tensor]) -> tuple[Mask, ...]:
+    """What queries at these positions may not see of `length` keys, at both ends; between those all see all.
+
+    0          last - window + 1         first + 1         length
+    [ left behind by some )[ seen by all )[ future of some )
     """
-    future = torch.arange(first, length)[None, :] > torch.arange(first, end)[:, None]
-    rows = future.repeat_interleave(group, 0)
+    behind = 0 if window is None else max(0, int(queries.max()) - window + 1)
+    edges = ((0, behind), (int(queries.min()) + 1, length))
+    return tuple(
+        Mask(begin, spread(_hidden(torch.arange(begin, end), queries, window))) for begin, end in edges if begin < end
+    )
+
+
+def _hidden(keys: Tensor, queries: Tensor, window: int | None) -> Tensor:
+    """[queries, keys]: True where a key comes after the query, or lies before its window."""
+    keys, queries = keys[None, :], queries[:, None]
+    return keys > queries if window is None else (keys > queries) | (keys <= queries - window)
+
+
+def _token_major(hidden: Tensor, group: int) -> Tensor:
+    """`group` rows per token, and padded as attention pads them (padding rows look at everything)."""
+    rows = hidden.repeat_interleave(group, 0)
     return torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[0] % ROWS))
+
+
+def _padded(length: int) -> int:
+    return -(-length // LANES) * LANES
+
+
+# ---- where keys and values go ---------------------------------------------------------------------------------------
 
 
 def _store_index(cache: KVCache, works: Sequence[Work], positions: Tensor) -> Tensor:
@@ -171,12 +232,3 @@ def _store_index(cache: KVCache, works: Sequence[Work], positions: Tensor) -> Te
 def _within(work: Work, block: int, size: int) -> int:
     """How many of the work's new positions lie in its block number `block`."""
     return min(work.end, (block + 1) * size) - max(work.start, block * size)
-
-
-def _padded(length: int) -> int:
-    return -(-length // LANES) * LANES
-
-
-def _blocks(cache: KVCache, length: int) -> int:
-    """Blocks that hold `length` positions, padded to whole lanes."""
-    return -(-_padded(length) // cache.block_size)

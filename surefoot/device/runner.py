@@ -22,6 +22,7 @@ class Runner:
         self.network = network
         self.cache = cache
         self.group = spec.num_heads // spec.num_kv_heads
+        self.windows = tuple(dict.fromkeys(map(spec.window, range(spec.num_layers))))
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """Hidden rows [n, hidden]; keys and values of these tokens are in the cache afterwards."""
@@ -36,7 +37,8 @@ class Runner:
                 rotate_(qkv[:, : heads + kv_heads], turned[id(how.turns)])
             store(self.cache.token_rows(layer), inputs.store_index, qkv[:, heads:])
             rows = self.cache.head_rows(layer)
-            out = attend(qkv[:, :heads], rows, inputs.segments, kv_heads=kv_heads, scale=how.scale)
+            segments = inputs.segments[how.window]
+            out = attend(qkv[:, :heads], rows, segments, kv_heads=kv_heads, scale=how.scale, softcap=how.softcap)
             return out.flatten(1)
 
         return self.network.forward(inputs.tokens, attend_layer)

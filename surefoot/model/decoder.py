@@ -24,25 +24,13 @@ from torch.nn import functional as F
 
 from surefoot.architecture import Rope
 from surefoot.errors import CheckpointError
-from surefoot.model.layers import Attend, Attention, Part, Stream, assemble, stack
-from surefoot.ops.activation import gate
+from surefoot.model.experts import MixtureOfExperts
+from surefoot.model.layers import Attend, Attention, FeedForward, Part, Stream, assemble, stack
 from surefoot.ops.linear import Linear, make_linear
 from surefoot.ops.norm_rope import pair_up, rotations
 from surefoot.spec import ModelSpec
 
 Make = Callable[..., Linear]
-
-
-@dataclass(frozen=True)
-class FeedForward:
-    """`down( act(gate) · up )` of [n, hidden]."""
-
-    gate_up: Linear
-    down: Linear
-    activation: str
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(gate(self.gate_up(x), self.activation))
 
 
 @dataclass(frozen=True)
@@ -55,7 +43,7 @@ class Layer:
     o: Linear
     after_attention: Tensor | None
     before_mlp: Tensor
-    mlp: FeedForward
+    mlp: FeedForward | MixtureOfExperts
     after_mlp: Tensor | None
 
 
@@ -81,7 +69,7 @@ class Decoder:
         quantization: str = "none",
     ) -> Decoder:
         """Build from a stream of Hugging Face names and tensors, repacking each as it comes."""
-        _refuse_unknown_traits(spec)
+        _refuse_unknown_traits(spec, device)
         moved = ((name, tensor.to(device=device, dtype=dtype)) for name, tensor in tensors)
         made = assemble(parts(spec, partial(make_linear, quantization=quantization)), moved)
         if spec.tie_word_embeddings:
@@ -110,17 +98,18 @@ class Decoder:
         return logits
 
 
-def _refuse_unknown_traits(spec: ModelSpec) -> None:
-    """Raises CheckpointError for what this page does not compute yet."""
+def _refuse_unknown_traits(spec: ModelSpec, device: torch.device) -> None:
+    """Raises CheckpointError for what the kernels of a GPU do not compute yet."""
     missing = {
         "a mixture of experts": spec.experts is not None,
+        "layers that do not turn": bool(spec.unrotated_layers),
         "sliding windows shorter than the context": spec.sliding_window is not None
         and spec.sliding_window < spec.max_position,
         "capped attention scores": spec.attention_softcap is not None,
     }
     for trait, present in missing.items():
-        if present:
-            raise CheckpointError(f"{spec.architecture} with {trait} is not supported yet.")
+        if present and device.type != "cpu":
+            raise CheckpointError(f"{spec.architecture} with {trait} runs on the CPU only, for now: --device cpu.")
 
 
 def _turns(max_position: int, device: torch.device, rope: Rope) -> Tensor:
@@ -145,8 +134,17 @@ def _layer(spec: ModelSpec, weights: dict[str, Any], index: int, turns: Callable
         window=spec.window(index),
         softcap=spec.attention_softcap,
     )
-    mlp = FeedForward(own("gate_up"), own("down"), spec.activation)
+    mlp = _mlp(spec, own, index)
     return Layer(before_attention, own("qkv"), attention, own("o"), after_attention, before_mlp, mlp, after_mlp)
+
+
+def _mlp(spec: ModelSpec, own: Callable[[str], Any], index: int) -> FeedForward | MixtureOfExperts:
+    experts = spec.experts
+    if experts is None or index not in experts.layers:
+        return FeedForward(own("mlp.gate_up"), own("mlp.down"), spec.activation)
+    names = [f"mlp.experts.{number}" for number in range(experts.count)]
+    asked = [FeedForward(own(f"{name}.gate_up"), own(f"{name}.down"), spec.activation) for name in names]
+    return MixtureOfExperts(own("mlp.gate"), asked, experts.per_token, experts.normalize)
 
 
 # ---- which tensors of the checkpoint make which parameter -----------------------------------------------------------
@@ -165,9 +163,7 @@ def parts(spec: ModelSpec, linear: Make) -> Iterator[Part]:
         layer = f"model.layers.{index}."
         yield from (Part(f"{index}.{name}", (f"{layer}{name}.weight",), norm) for name in spec.norms)
         yield from _attention_parts(spec, index, f"{layer}self_attn.", linear)
-        gate_up = tuple(f"{layer}mlp.{name}_proj.weight" for name in ("gate", "up"))
-        yield Part(f"{index}.gate_up", gate_up, lambda gate, up: linear(stack(gate, up)))
-        yield Part(f"{index}.down", (f"{layer}mlp.down_proj.weight",), linear)
+        yield from _mlp_parts(spec, index, layer, linear)
 
 
 def _attention_parts(spec: ModelSpec, index: int, prefix: str, linear: Make) -> Iterator[Part]:
@@ -189,6 +185,18 @@ def _attention_parts(spec: ModelSpec, index: int, prefix: str, linear: Make) -> 
         norm = partial(_norm, spec.norm_offset)
         for name in ("q_norm", "k_norm"):
             yield Part(f"{index}.{name}", (f"{prefix}{name}.weight",), lambda weight: paired(norm(weight)))
+
+
+def _mlp_parts(spec: ModelSpec, index: int, layer: str, linear: Make) -> Iterator[Part]:
+    """A router is small, and decides: it is never quantized."""
+    names, experts = ["mlp"], spec.experts
+    if experts is not None and index in experts.layers:
+        names = [f"mlp.experts.{number}" for number in range(experts.count)]
+        yield Part(f"{index}.mlp.gate", (f"{layer}mlp.gate.weight",), make_linear)
+    for name in names:
+        gate_up = tuple(f"{layer}{name}.{half}_proj.weight" for half in ("gate", "up"))
+        yield Part(f"{index}.{name}.gate_up", gate_up, lambda gate, up: linear(stack(gate, up)))
+        yield Part(f"{index}.{name}.down", (f"{layer}{name}.down_proj.weight",), linear)
 
 
 def _norm(offset: float, weight: Tensor) -> Tensor:

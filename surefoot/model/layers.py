@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from surefoot.errors import CheckpointError
+from surefoot.ops.activation import gate
+from surefoot.ops.linear import Linear
 from surefoot.ops.norm_rope import add_rms_norm
 
 
@@ -18,7 +20,7 @@ class Attention:
     """How one layer attends, besides its projections."""
 
     turns: Tensor | None
-    """Unit complex numbers [max_position, rotary_dim/2], complex64 (`ops.norm_rope.rotations`); None: it does not turn."""
+    """Unit complex numbers [max_position, rotary_dim/2], complex64 (`ops.norm_rope.rotations`); None: none turn."""
     q_norm: Tensor | None
     k_norm: Tensor | None
     """[head_dim]: each head of queries and keys is normed before it turns."""
@@ -49,6 +51,18 @@ class Network(Protocol):
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Hidden rows [rows, hidden] → [rows, vocabulary], into `out` if given."""
         ...
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """`down( act(gate) · up )` of [n, hidden] (https://arxiv.org/abs/2002.05202)."""
+
+    gate_up: Linear
+    down: Linear
+    activation: str
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(gate(self.gate_up(x), self.activation))
 
 
 class Stream:

@@ -11,6 +11,7 @@ NETWORKS = dict.fromkeys(
         "MistralForCausalLM",
         "Qwen2ForCausalLM",
         "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
         "Phi3ForCausalLM",
         "SmolLM3ForCausalLM",
         "GlmForCausalLM",

@@ -13,6 +13,9 @@ the same order and through the same kernels, whatever the shapes around it:
     tiles       [--------)[--------)[-----------------)--------)
                                           ^ queries    ^ masked: -inf, probability 0
 
+* Of a layer with a sliding window, only the tiles that the window touches are gathered. Those left out would only have
+  added zeros in front, in the same lanes, so that this changes no bit either.
+
 Decoding rows of about one length form a group and share operations; a chunk of a prompt is a run of query tiles.
 """
 
@@ -34,19 +37,29 @@ LANES = 16
 
 
 @dataclass(frozen=True)
+class Mask:
+    """Some key positions of a tile, from `begin` on, and which of them a query may not look at.
+
+    `hidden` (bool) broadcasts to [sequences·kv_heads, rows, positions].
+    """
+
+    begin: int
+    hidden: Tensor
+
+
+@dataclass(frozen=True)
 class Tile:
     """Queries begin … end of the step's rows against `length` padded key positions of each of `sequences`.
 
-    `mask` (bool) is True where a query may not look; it covers positions from `mask_from` on and broadcasts to
-    [sequences·kv_heads, rows, length - mask_from]. None where every query may look at everything.
+    Positions count from `first` of those that the segment gathered. Those that no mask covers are seen by every query.
     """
 
     begin: int
     end: int
     sequences: int
+    first: int
     length: int
-    mask: Tensor | None
-    mask_from: int = 0
+    masks: Sequence[Mask]
 
 
 @dataclass(frozen=True)
@@ -60,10 +73,19 @@ class Segment:
     tiles: Sequence[Tile]
 
 
-def attend(q: Tensor, rows: Tensor, segments: Sequence[Segment], *, kv_heads: int, scale: float) -> Tensor:
+def attend(
+    q: Tensor,
+    rows: Tensor,
+    segments: Sequence[Segment],
+    *,
+    kv_heads: int,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
     """Attention of one layer: `q` [n, heads, head_dim] → [n, heads, head_dim].
 
     `rows` [·, block_size·head_dim] is the cache from this layer's first row on, already holding this step's tokens.
+    With `softcap` scores become cap · tanh(scores / cap).
     """
     out = torch.empty_like(q)
     dim = q.shape[-1]
@@ -71,22 +93,24 @@ def attend(q: Tensor, rows: Tensor, segments: Sequence[Segment], *, kv_heads: in
         heads = segment.tiles[0].sequences * kv_heads
         keys, values = F.embedding(segment.index, rows).view(2, heads, -1, dim).unbind()
         for tile in segment.tiles:
-            _attend_tile(q, keys, values, tile, out, kv_heads=kv_heads, scale=scale)
+            queries, count = _fold(q[tile.begin : tile.end], tile.sequences, kv_heads)
+            shares = _probabilities(queries, keys, tile, scale, softcap)
+            result = _weighted_values(shares, values[:, tile.first :])[:, :count]
+            _unfold(result, out[tile.begin : tile.end], tile.sequences, kv_heads)
     return out
 
 
-def _attend_tile(
-    q: Tensor, keys: Tensor, values: Tensor, tile: Tile, out: Tensor, *, kv_heads: int, scale: float
-) -> None:
-    queries, rows = _fold(q[tile.begin : tile.end], tile.sequences, kv_heads)
-    keys = keys[:, : tile.length]
+def _probabilities(queries: Tensor, keys: Tensor, tile: Tile, scale: float, softcap: float | None) -> Tensor:
+    """[b, rows, dim] · [b, ≥length, dim] → [b, rows, tile.length], each row summing to one."""
+    keys = keys[:, tile.first : tile.first + tile.length]
     scores = queries.new_empty(queries.shape[0], queries.shape[1], tile.length)
-    torch.baddbmm(scores, queries, keys.transpose(1, 2), beta=0, alpha=scale, out=scores)
-    if tile.mask is not None:
-        scores[..., tile.mask_from :].masked_fill_(tile.mask, -torch.inf)
-    torch.softmax(scores, -1, out=scores)
-    result = _weighted_values(scores, values)[:, :rows]
-    _unfold(result, out[tile.begin : tile.end], tile.sequences, kv_heads)
+    factor = scale if softcap is None else scale / softcap
+    torch.baddbmm(scores, queries, keys.transpose(1, 2), beta=0, alpha=factor, out=scores)
+    if softcap is not None:
+        scores.tanh_().mul_(softcap)
+    for mask in tile.masks:
+        scores[..., mask.begin : mask.begin + mask.hidden.shape[-1]].masked_fill_(mask.hidden, -torch.inf)
+    return torch.softmax(scores, -1, out=scores)
 
 
 def _weighted_values(probabilities: Tensor, values: Tensor) -> Tensor:
@@ -119,11 +143,26 @@ def _unfold(result: Tensor, out: Tensor, sequences: int, kv_heads: int) -> None:
     out.view(sequences, tokens, kv_heads, -1, dim).copy_(folded)
 
 
-def attend_reference(q: Tensor, keys: Tensor, values: Tensor, *, start: int, scale: float) -> Tensor:
-    """The plain twin, for one sequence: `q` [t, heads, dim] at positions start …, `keys` and `values` [length, …]."""
+def attend_reference(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    start: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """The plain twin, for one sequence: `q` [t, heads, dim] at positions start …, `keys` and `values` [length, …].
+
+    With `window` a query sees that many positions, its own included.
+    """
     group = q.shape[1] // keys.shape[1]
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
     scores = torch.einsum("thd,shd->hts", q, keys) * scale
-    positions = torch.arange(keys.shape[0], device=q.device)
-    future = positions[None, :] > (start + torch.arange(q.shape[0], device=q.device))[:, None]
-    return torch.einsum("hts,shd->thd", scores.masked_fill(future, -torch.inf).softmax(-1), values)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    at = torch.arange(keys.shape[0], device=q.device)[None, :]
+    queries = (start + torch.arange(q.shape[0], device=q.device))[:, None]
+    hidden = at > queries if window is None else (at > queries) | (at <= queries - window)
+    return torch.einsum("hts,shd->thd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)

@@ -74,7 +74,7 @@ def test_paged_attention_equals_the_plain_one(block_size: int) -> None:
     inputs = build(works, TokenPool(len(works), 400), cache, HEADS // KV_HEADS)
     qkv = torch.randn(len(inputs.tokens), HEADS + 2 * KV_HEADS, DIM, generator=generator)
     store(cache.token_rows(1), inputs.store_index, qkv[:, HEADS:])
-    out = attend(qkv[:, :HEADS], cache.head_rows(1), inputs.segments, kv_heads=KV_HEADS, scale=0.25)
+    out = attend(qkv[:, :HEADS], cache.head_rows(1), inputs.segments[None], kv_heads=KV_HEADS, scale=0.25)
     for at, (begin, end) in zip(inputs.order, inputs.spans, strict=True):
         both = torch.cat([pasts[at], qkv[begin:end, HEADS:]])
         keys, values = both.split(KV_HEADS, dim=1)
