@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from surefoot.architecture import GEMMA_NORMS, GLM4_NORMS, Experts, ModelSpec, RopeScaling
+from surefoot.architecture import GEMMA_NORMS, GLM4_NORMS, PRE_NORMS, Experts, ModelSpec, RopeScaling
 from surefoot.errors import CheckpointError
 from surefoot.reading import Reader, read_json
 
@@ -114,6 +114,10 @@ def _phi3(config: Reader) -> Fields:
     return fields | _rope(config, head_dim=fields["head_dim"], partial=1.0, extended="longrope")
 
 
+def _gemma1(config: Reader) -> Fields:
+    return _gemma(config) | _rope(config) | {"norms": PRE_NORMS, "query_scalar": None}
+
+
 def _gemma2(config: Reader) -> Fields:
     fields = _gemma(config) | _rope(config)
     every_other = range(0, fields["num_layers"], 2)
@@ -200,6 +204,7 @@ _FAMILIES: Mapping[str, Callable[[Reader], Fields]] = {
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "MistralForCausalLM": _mistral,
     "Phi3ForCausalLM": _phi3,
+    "GemmaForCausalLM": _gemma1,
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
     _WRAPPED: _gemma3,

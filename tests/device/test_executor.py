@@ -12,7 +12,7 @@ import torch
 from surefoot.types import FailureKind, Sample, SamplingParams, StepDone, StepFailed, StepPlan
 
 if TYPE_CHECKING:
-    from tests.device.conftest import Driver
+    from tests.device.driver import Driver
 
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 100, 255, 256, 257, 300, 511)
 

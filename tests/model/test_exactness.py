@@ -1,0 +1,94 @@
+"""Every family computes what transformers computes, through our loading, our paged cache and our steps."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from surefoot.config import EngineConfig
+from surefoot.device.executor import StepExecutor
+from surefoot.device.inputs import build
+from surefoot.device.start import open_device
+from tests.device.driver import Driver
+from tests.model.tiny import CASES, SIZES, write, write_chatglm
+
+pytestmark = pytest.mark.slow
+LENGTH = 210
+"""More than two tiles of values and three of queries, and many windows."""
+STD = 0.2
+"""Enough for sharp attention and logits that differ by whole numbers."""
+
+
+class Pair(NamedTuple):
+    """A network of transformers, and the same opened here from the checkpoint that transformers wrote."""
+
+    theirs: Any
+    ours: Driver
+
+
+@pytest.fixture(scope="module", params=[*CASES, "chatglm"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    name = request.param
+    folder = tmp_path_factory.mktemp(name)
+    sharded = {"max_shard_size": "40KB"} if name == "qwen-3" else {}
+    theirs = write(folder, CASES["glm" if name == "chatglm" else name], std=STD, **sharded)
+    if name == "chatglm":
+        glm, folder = folder, tmp_path_factory.mktemp("renamed")
+        write_chatglm(folder, glm)
+    config = EngineConfig(model=str(folder), dtype="float32", memory=300 << 20, max_num_seqs=8)
+    return Pair(theirs, Driver(open_device(config, progress=lambda what, part: None)))
+
+
+def text(length: int = LENGTH) -> list[int]:
+    return random.Random(length).choices(range(4, SIZES["vocab_size"]), k=length)
+
+
+def reference(model: Any, tokens: list[int]) -> torch.Tensor:
+    """transformers' logits [tokens, vocabulary] of one text, computed at once."""
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([tokens]), use_cache=False).logits[0]
+    return logits
+
+
+def logits(driver: Driver, tokens: list[int], chunk: int, *, singles: int = 0) -> torch.Tensor:
+    """Ours, [tokens, vocabulary]: `chunk` tokens a step, and the last `singles` one by one."""
+    executor = driver.device.executor
+    assert isinstance(executor, StepExecutor)
+    runner, sequence, found = executor.runner, driver.sequence(tokens), []
+    while sequence.computed < len(tokens):
+        left = len(tokens) - sequence.computed
+        work = driver.work(sequence, min(chunk, left - singles) if left > singles else 1)
+        executor.pool.admit(work)
+        hidden = runner.forward(build((work,), executor.pool, runner.cache, runner.group, runner.windows))
+        found.append(runner.logits(hidden, list(range(len(hidden)))))
+        sequence.computed, sequence.fresh = work.end, False
+    return torch.cat(found)
+
+
+def test_logits_equal_transformers(pair: Pair) -> None:
+    """Within 1e-4 of their scale for a prompt at once; cut at odd places and decoded, the same to the last bit."""
+    tokens = text()
+    expected = reference(pair.theirs, tokens)
+    assert expected.std() > 0.3, "logits that hardly differ would hide mistakes"
+    whole = logits(pair.ours, tokens, LENGTH)
+    assert (whole - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert torch.equal(logits(pair.ours, tokens, 37, singles=40), whole)
+    assert torch.equal(logits(pair.ours, tokens, 130, singles=1), whole)
+
+
+def test_greedy_text_equals_transformers(pair: Pair) -> None:
+    """16 tokens after a prompt are those that transformers finds most likely, each after the same text."""
+    prompt = text()
+    drawn = [sampled.token for sampled in pair.ours.generate([pair.ours.sequence(prompt)], 16, 50)[0]]
+    expected = reference(pair.theirs, prompt + drawn)[len(prompt) - 1 : -1].argmax(-1)
+    assert drawn == expected.tolist()
+
+
+def test_neighbours_change_no_bit(pair: Pair) -> None:
+    """Sequences of all lengths, alone and in one batch, draw the same tokens with the same log-probabilities."""
+    lengths, ours = (1, 5, 24, 25, 90, 130, 200), pair.ours
+    alone = [ours.generate([ours.sequence(text(length))], 6)[0] for length in lengths]
+    assert ours.generate([ours.sequence(text(length)) for length in lengths], 6, 64) == alone
