@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+import surefoot.device  # noqa: F401 - before any test imports torch, since it sets what torch's libraries read once
+
 WriteGguf = Callable[..., Path]
 
 
