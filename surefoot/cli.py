@@ -17,6 +17,7 @@ Whole = int | None
 Real = float | None
 
 MODEL, MEMORY, SERVER, SAMPLING, OTHER = "Model", "Memory and batching", "Server", "Sampling", "Other"
+LOAD = "Load"
 
 
 def _option(panel: str, text: str, metavar: str | None = None) -> Any:
@@ -51,6 +52,19 @@ Memory = Annotated[
 ]
 GpuMemoryUtilization = Annotated[
     Text, _option(MEMORY, "The same as a fraction of the GPU's memory, such as 0.4; --memory is preferred.", "FRACTION")
+]
+MaxStepMs = Annotated[
+    Text,
+    _option(MEMORY, "Milliseconds of a step on a GPU while others wait for a token (default: 100).", "MS"),
+]
+PrefixCaching = Annotated[
+    bool | None,
+    typer.Option(
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        help="Keep computed prompts and share them between requests that begin alike (default: on).",
+        rich_help_panel=MEMORY,
+        show_default=False,
+    ),
 ]
 LogLevel = Annotated[Text, _option(OTHER, "debug, info, warning, error or critical (default: info).", "LEVEL")]
 Config = Annotated[Text, _option(OTHER, "YAML file with any of these settings, one `name: value` a line.", "FILE")]
@@ -119,6 +133,8 @@ def serve(
     block_size: BlockSize = None,
     memory: Memory = None,
     gpu_memory_utilization: GpuMemoryUtilization = None,
+    max_step_ms: MaxStepMs = None,
+    enable_prefix_caching: PrefixCaching = None,
     allow_fault_injection: Annotated[
         bool | None,
         typer.Option(
@@ -205,6 +221,60 @@ def generate(
     from surefoot.api import terminal
 
     raise typer.Exit(terminal.generate(prompt, context.params))
+
+
+bench = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", help="Measure a server.")
+app.add_typer(bench, name="bench")
+
+
+@bench.command("serve")
+def bench_serve(
+    url: Annotated[str, _option(SERVER, "Where `/completions` is (default: a server here).", "URL")] = (
+        "http://127.0.0.1:8000/v1"
+    ),
+    model: Annotated[Text, _option(SERVER, "Name of the model there (default: the first it lists).", "NAME")] = None,
+    api_key: Key = None,
+    chat: Annotated[bool, _option(LOAD, "Ask /chat/completions, for servers that have nothing else.")] = False,
+    input_len: Annotated[int, _option(LOAD, "Tokens of a prompt, about (default: 128).", "TOKENS")] = 128,
+    output_len: Annotated[int, _option(LOAD, "Tokens of an answer (default: 128).", "TOKENS")] = 128,
+    prefix_len: Annotated[int, _option(LOAD, "Tokens that all prompts begin with (default: 0).", "TOKENS")] = 0,
+    token_ids: Annotated[
+        Whole, _option(LOAD, "Send random token ids, of a vocabulary of this size, not words.", "VOCABULARY")
+    ] = None,
+    requests: Annotated[int, _option(LOAD, "Requests of a run (default: 8).", "N")] = 8,
+    concurrency: Annotated[Whole, _option(LOAD, "Streams at once (default: all).", "N")] = None,
+    rate: Annotated[Real, _option(LOAD, "Requests per second, at random moments (default: all at once).", "R")] = None,
+    trace: Annotated[
+        Text, _option(LOAD, "JSONL of timestamp (ms), input_length or prompt, and output_length.", "FILE")
+    ] = None,
+    goodput: Annotated[
+        Text, _option(LOAD, "Count requests within limits in ms, such as 'ttft:500 tpot:50 e2el:10000'.", "LIMITS")
+    ] = None,
+    seed: Annotated[int, _option(LOAD, "The same seed gives the same prompts and moments (default: 0).", "N")] = 0,
+    repeats: Annotated[int, _option(LOAD, "Runs, of which the median is shown (default: 1).", "N")] = 1,
+    save: Annotated[
+        Text, _option(OTHER, "Write everything to this JSON file: runs, machine, versions.", "FILE")
+    ] = None,
+) -> None:
+    """Put a load on any OpenAI-compatible server and time the answers as its clients see them.
+
+    - `surefoot bench serve --requests 32 --concurrency 8`
+    - `surefoot bench serve --url http://127.0.0.1:8001/v1 --rate 4 --goodput "ttft:500 tpot:50" --save result.json`
+    - `surefoot bench serve --trace trace.jsonl`
+    """
+    from surefoot.api import benchmark
+
+    key = api_key or os.environ.get("SUREFOOT_API_KEY")
+    load = benchmark.Load(
+        url=url, model=model or benchmark.first_model(url, key), chat=chat, input_len=input_len, output_len=output_len,
+        prefix_len=prefix_len, vocabulary=token_ids, requests=requests, concurrency=concurrency, rate=rate,
+        trace=trace, goodput=goodput, seed=seed,
+    )  # fmt: skip
+    result = benchmark.measure(load, repeats=repeats, api_key=key)
+    typer.echo(benchmark.report(result))
+    if save is not None:
+        benchmark.save(result, save)
+    raise typer.Exit(0 if result["median"]["served"] else 1)
 
 
 @app.command()

@@ -57,6 +57,9 @@ class EngineConfig(Value, frozen=True, kw_only=True):
     memory: int | None = None
     """Bytes for weights + activations + KV cache."""
     gpu_memory_utilization: float | None = None
+    max_step_ms: float = 100.0
+    """How long a step may take on a GPU while another request waits for its next token."""
+    enable_prefix_caching: bool = True
     trust_remote_code: bool = False
     """Accepted for the sake of scripts that pass it: no code of a checkpoint is ever run."""
     seed: int = 0

@@ -14,6 +14,7 @@ A sequence is a list of tokens. `computed` of them have keys and values in the K
 from __future__ import annotations
 
 import enum
+import math
 from typing import Protocol
 
 import msgspec
@@ -70,6 +71,31 @@ class Request(Value, frozen=True, kw_only=True):
     """Only requests of the same salt share cached prefixes."""
 
 
+class StepTime(Value, frozen=True, kw_only=True):
+    """Seconds that a step takes, as measured at start: what chunks are sized by while somebody waits for a token."""
+
+    fixed: float
+    token: float
+    """Per token: linear layers and everything else that does not look back."""
+    pair: float
+    """Per token and token that it looks back at: attention."""
+
+    def tokens_in(self, seconds: float, start: int) -> int:
+        """How many tokens from position `start` on take `seconds`: the root of token·n + pair·n·(start + n/2)."""
+        linear = self.token + self.pair * start
+        if seconds <= 0:
+            return 0
+        if math.isinf(seconds):
+            return 1 << 62
+        if self.pair <= 0:
+            return int(seconds / linear)
+        return int((math.sqrt(linear * linear + 2 * self.pair * seconds) - linear) / self.pair)
+
+    def seconds(self, tokens: int, start: int) -> float:
+        """What `tokens` tokens from position `start` on add to a step."""
+        return self.token * tokens + self.pair * tokens * (start + tokens / 2)
+
+
 class Limits(Value, frozen=True, kw_only=True):
     """What was fitted to the device at start, and what core may plan with."""
 
@@ -83,6 +109,10 @@ class Limits(Value, frozen=True, kw_only=True):
     depth: int = 1
     """Plans in flight at once: 1 on CPU, 2 on a GPU."""
     prefix_caching: bool = True
+    step_time: StepTime | None = None
+    """None: steps are bounded by tokens alone."""
+    max_step_seconds: float = 0.1
+    """How long a step may take while another row is owed a token."""
 
 
 # ---- one step: core → device ----------------------------------------------------------------------------------------

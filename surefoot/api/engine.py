@@ -37,6 +37,6 @@ class Engine(Protocol):
     @property
     def alive(self) -> bool: ...
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0) -> Handle:
+    def submit(self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0, salt: str = "") -> Handle:
         """Admit a request with `seed` and `max_tokens` set. Raises Overloaded or EngineFailure."""
         ...

@@ -43,6 +43,8 @@ _COUNTERS = (
     ("surefoot:requests_failed", "Requests that the engine failed.", "requests_failed"),
     ("surefoot:tokens_computed", "Positions computed.", "tokens_computed"),
     ("surefoot:tokens_emitted", "Tokens emitted by the engine.", "tokens_emitted"),
+    ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_queries"),
+    ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_hits"),
     ("surefoot:leaks_repaired", "Leaked blocks found when idle.", "leaks_repaired"),
 )
 """Metric, help text and field of `types.Snapshot`."""

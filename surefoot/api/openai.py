@@ -90,6 +90,8 @@ class Sampling(Schema):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """Only requests of the same salt share cached prefixes."""
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     stream: bool | None = None

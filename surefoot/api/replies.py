@@ -34,6 +34,7 @@ class Reply:
         self._with_ids = bool(request.return_token_ids)
         self._include_usage = request.include_usage
         self._completion_tokens = 0
+        self._cached: dict[int, int] = {}  # prompt → tokens of it that were cached
         self._head: Json = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     # ---- per endpoint -----------------------------------------------------------------------------------------------
@@ -59,7 +60,8 @@ class Reply:
     async def whole(self, serving: Serving) -> Json:
         """Generate and answer at once. Raises RequestError."""
         totals = await serving.complete(self._job)
-        self._completion_tokens = sum(len(total.tokens) for total in totals)
+        for total in totals:
+            self._count(total)
         choices = [self.choice(total) for total in totals]
         return {**self._head, "object": self.object, "choices": choices, "usage": self._usage()} | self._extras()
 
@@ -76,7 +78,7 @@ class Reply:
                 chunks = [] if opened else self.opening()
                 opened = True
                 for delta in deltas:
-                    self._completion_tokens += len(delta.tokens)
+                    self._count(delta)
                     chunks += [self._chunk([choice]) for choice in self._pieces(delta)]
                 if chunks:
                     yield b"".join(map(frame, chunks))
@@ -92,9 +94,18 @@ class Reply:
         chunk = {**self._head, "object": self.chunk_object, "choices": choices}
         return chunk | {"usage": usage} if self._include_usage else chunk
 
+    def _count(self, delta: Delta) -> None:
+        self._completion_tokens += len(delta.tokens)
+        self._cached[delta.choice // self._job.n] = delta.cached
+
     def _usage(self) -> Json:
         prompt, completion = self._job.prompt_tokens, self._completion_tokens
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+        }
 
     def _ids(self, delta: Delta) -> Json:
         return {"token_ids": [sampled.token for sampled in delta.tokens]} if self._with_ids else {}

@@ -41,6 +41,7 @@ class Job(Value, frozen=True, kw_only=True):
 
     prompts: tuple[tuple[list[int], SamplingParams], ...]
     priority: int
+    salt: str
     arrival: float
     """Monotonic seconds, before tokenizing."""
     reply_prefix: str = ""
@@ -72,6 +73,8 @@ class Delta(msgspec.Struct):
     calls: tuple[ToolCall, ...] = ()
     finish: str | None = None
     stop_reason: str | int | None = None
+    cached: int = 0
+    """Prompt tokens that the prefix cache spared."""
 
 
 class Serving:
@@ -132,6 +135,7 @@ class Serving:
         return Job(
             prompts=((ids, fitted),),
             priority=request.priority or 0,
+            salt=request.cache_salt or "",
             arrival=arrival,
             reply_prefix=self.tokenizer.reply_prefix if generation else "",
             tools=frozenset(tool["function"]["name"] for tool in tools),
@@ -154,7 +158,9 @@ class Serving:
         fitted = [(ids, self._fit(ids, params, default=default, names=names)) for ids in prompts]
         if request.seed is None:  # otherwise prompts that are alike would get texts that are alike
             fitted[1:] = [(ids, msgspec.structs.replace(each, seed=draw_seed())) for ids, each in fitted[1:]]
-        return Job(prompts=tuple(fitted), priority=request.priority or 0, arrival=arrival)
+        return Job(
+            prompts=tuple(fitted), priority=request.priority or 0, salt=request.cache_salt or "", arrival=arrival
+        )
 
     async def tokenize(self, request: TokenizeRequest) -> tuple[list[int], list[str] | None]:
         """Ids, and strings where wanted, of a text or of a chat; no limit on their number but the body's."""
@@ -274,7 +280,7 @@ class Serving:
         handles: list[Handle] = []
         try:
             for ids, params in job.prompts:
-                handles.append(self.engine.submit(ids, params, priority=job.priority))
+                handles.append(self.engine.submit(ids, params, priority=job.priority, salt=job.salt))
             yield handles
         finally:
             for handle in handles:
@@ -290,6 +296,7 @@ class Serving:
                     total = totals[delta.choice]
                     total.tokens += delta.tokens
                     total.calls += delta.calls
+                    total.cached = delta.cached
                     total.finish, total.stop_reason = delta.finish, delta.stop_reason
                     texts[delta.choice].append(delta.text)
         for total, parts in zip(totals, texts, strict=True):
@@ -319,6 +326,7 @@ class _Choice:
         if self._ended:
             return delta
         delta.tokens = [event.sampled]
+        delta.cached = event.cached
         if event.stop_token is None or self._params.include_stop_str_in_output:
             delta.text = self._detok.push(event.sampled.token, check_stop=event.index >= self._params.min_tokens)
         if self._detok.stopped is None and event.finish is not None:

@@ -101,6 +101,8 @@ ENGINE: dict[str, Setting] = {
     "block_size": Setting(_whole(1, 1_024)),
     "memory": Setting(_bytes),
     "gpu_memory_utilization": Setting(_real(0.01, 1.0)),
+    "max_step_ms": Setting(_real(1.0, 60_000.0)),
+    "enable_prefix_caching": Setting(_flag),
     "seed": Setting(_whole(0, 2**63 - 1)),
     "allow_fault_injection": Setting(_flag),
     "faults": Setting(_any_text),

@@ -179,6 +179,10 @@ def _byte_rule(backend: Backend, where: Path) -> tuple[Callable[[str], bytes], b
                 return name.encode()
 
         return byte_level, False
+    if steps == {"Metaspace"}:
+        return _sentencepiece, True
+    if not steps:  # words, which are joined by spaces
+        return lambda name: f" {name}".encode(), True
     if "Replace" in steps and steps <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
         return _sentencepiece, "Strip" in steps
     raise CheckpointError(f"{where}: a tokenizer that decodes by {sorted(steps)} is not supported; byte-level BPE is.")

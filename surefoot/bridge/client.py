@@ -283,7 +283,9 @@ class EngineClient:
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0) -> RequestHandle:
+    def submit(
+        self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0, salt: str = ""
+    ) -> RequestHandle:
         """Admit a request. `params` must be validated, with `seed` and `max_tokens` set (`surefoot.sampling`).
 
         Raises Overloaded when draining or when the queue is full, EngineFailure when there is no worker.
@@ -291,7 +293,7 @@ class EngineClient:
         if params.seed is None or params.max_tokens is None:
             raise ValueError("seed and max_tokens are set before a request is submitted")
         self._admit(len(prompt))
-        request = Request(id=next(self._ids), prompt=wire.pack_ids(prompt), params=params, priority=priority)
+        request = Request(id=next(self._ids), prompt=wire.pack_ids(prompt), params=params, priority=priority, salt=salt)
         self._send(wire.Add(request=request))
         handle = self._handles[request.id] = RequestHandle(self, request)
         self._idle.clear()

@@ -9,6 +9,7 @@ A step first gives every row that owes one token its token, then shares the rest
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
@@ -16,7 +17,10 @@ from surefoot.core.blame import Turn
 from surefoot.core.blocks import BlockPool, Key, Lease
 from surefoot.core.policy import order
 from surefoot.core.sequence import Sequence
-from surefoot.types import PENDING, StepPlan, Work
+from surefoot.types import PENDING, Limits, StepPlan, Work
+
+MAX_SAMPLES = 128
+"""The largest n of a request; a step draws so many tokens besides one for each row."""
 
 Ahead = dict[Key, Work]
 """The newest work in flight of each sequence (of its present epoch): the state that its commit will leave."""
@@ -66,9 +70,12 @@ def position_of(sequence: Sequence, ahead: Ahead) -> Position:
 class Planner:
     """Reads the running rows and the pool; `plan` is called once per step."""
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, limits: Limits) -> None:
         self._pool = pool
-        self._size = block_size
+        self._size = limits.block_size
+        self._time = limits.step_time
+        self._most_seconds = limits.max_step_seconds
+        self._most_draws = limits.max_num_seqs + MAX_SAMPLES
 
     def plan(self, plan_id: int, rows: Collection[Sequence], turn: Turn, ahead: Ahead, budget: int) -> Planned | None:
         """The next step of this turn, or None where nobody has anything to compute or no block to compute it in."""
@@ -104,12 +111,28 @@ class Planner:
         if len(decodes) > quota:
             decodes = sorted(decodes, key=lambda grant: grant[0].served)[:quota]
         left = budget - len(decodes)
+        seconds = self._seconds_left(decodes, len(prefills))
+        draws = most_draws = self._most_draws - len(decodes)  # the first prefill gets a block at any price
         for sequence, position, owed in sorted(prefills, key=lambda grant: order(grant[0])):
             count = min(owed, left, turn.caps.get(sequence.key, left))
+            if self._time is not None:
+                timely = self._time.tokens_in(seconds, position[0])
+                count = min(count, max(timely, self._size if draws == most_draws else 0))
+                seconds -= self._time.seconds(count, position[0])
+            if count == owed and draws < 1 + sequence.forks:
+                count -= 1  # its last token waits until there is room to draw all that follow
             if count > 0:
                 decodes.append((sequence, position, count))
                 left -= count
+                draws -= 1 + sequence.forks
         return decodes
+
+    def _seconds_left(self, decodes: list[Grant], prefills: int) -> float:
+        """Time for prefills in this step; without end where nobody else is owed a token."""
+        if self._time is None or len(decodes) + prefills < 2:
+            return math.inf
+        spent = sum(self._time.seconds(1, position[0]) for _, position, _ in decodes)
+        return self._most_seconds - self._time.fixed - spent
 
     def _owing(self, rows: Collection[Sequence], turn: Turn, ahead: Ahead) -> tuple[list[Grant], list[Grant]]:
         """The rows that this turn lets run and that owe tokens: one (decode), more (prefill)."""

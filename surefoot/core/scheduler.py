@@ -32,7 +32,7 @@ class Scheduler:
     def __init__(self, limits: Limits, counters: Counters) -> None:
         self.limits = limits
         self.pool = BlockPool(limits.num_blocks)
-        self.planner = Planner(self.pool, limits.block_size)
+        self.planner = Planner(self.pool, limits)
         self.budget = TokenBudget(limits.max_num_batched_tokens, limits.block_size)
         self.running: dict[Key, Sequence] = {}
         self._sequences: dict[Key, Sequence] = {}

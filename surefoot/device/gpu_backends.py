@@ -25,11 +25,18 @@ from surefoot.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
-FA3_LEAST_QUERIES = 9
-"""Below this longest query FlashAttention 3 takes a path that has no paged cache."""
 
-Attend = Callable[[Tensor, Tensor, float, Tensor], None]
-"""(queries [tokens, heads, head_dim], one layer of the cache, scale, out) of the prefill rows of a step."""
+def fa3_least_queries(group: int, head_dim: int) -> int:
+    """The shortest longest query that FlashAttention 3 takes with a paged cache: its queries fill more than a tile."""
+    tile = 192 if head_dim <= 64 else 128
+    return tile // group + 1
+
+
+Attend = Callable[[Tensor, Tensor, float, Tensor | None], Tensor]
+"""(queries [tokens, heads, head_dim], one layer of the cache, scale, out) of the prefill rows of a step → result.
+
+The result is in `out` if that is given.
+"""
 
 
 PrefillRow = tuple[int, int]
@@ -60,8 +67,10 @@ class Triton:
         tiles = torch.from_numpy(attention.prefill_tiles(queries, contexts, self._group))
         tiles = tiles.pin_memory().to(tables.device, non_blocking=True)
 
-        def attend(q: Tensor, kv: Tensor, scale: float, out: Tensor) -> None:
+        def attend(q: Tensor, kv: Tensor, scale: float, out: Tensor | None) -> Tensor:
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
             attention.prefill(q, kv, tables, lengths, begins, tiles, scale=scale, out=out)
+            return out
 
         return attend
 
@@ -75,16 +84,17 @@ class FlashAttention3:
         from fa3_fwd_interface import flash_attn_with_kvcache
 
         self._kernel = flash_attn_with_kvcache
+        self._least = fa3_least_queries(spec.num_heads // spec.num_kv_heads, spec.head_dim)
         self._short = Triton(spec)
 
     def prepare(self, step: StepTensors, tables: Tensor, rows: Sequence[PrefillRow]) -> Attend:
         longest = max(queries for queries, _ in rows)
-        if longest < FA3_LEAST_QUERIES:
+        if longest < self._least:
             return self._short.prepare(step, tables, rows)
         tables, lengths, begins = _of_prefills(step, tables)
 
-        def attend(q: Tensor, kv: Tensor, scale: float, out: Tensor) -> None:
-            result = self._kernel(
+        def attend(q: Tensor, kv: Tensor, scale: float, out: Tensor | None) -> Tensor:
+            result: Tensor = self._kernel(
                 q,
                 kv[:, 0],
                 kv[:, 1],
@@ -95,7 +105,7 @@ class FlashAttention3:
                 softmax_scale=scale,
                 causal=True,
             )
-            out.copy_(result)
+            return result if out is None else out.copy_(result)
 
         return attend
 
@@ -127,7 +137,7 @@ def choose(spec: ModelSpec, cache: GpuCache) -> Backend:
 @torch.inference_mode()
 def _agrees(backend: FlashAttention3, spec: ModelSpec, cache: GpuCache) -> FlashAttention3 | None:
     """`backend` if it agrees with the plain twin on one prompt of a block, written to the sink."""
-    device, tokens = cache.data.device, min(cache.block_size, 64)
+    device, tokens = cache.data.device, cache.block_size
     generator = torch.Generator(device).manual_seed(0)
     shape = (tokens, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
     qkv = torch.randn(shape, generator=generator, device=device).to(cache.data.dtype)

@@ -23,7 +23,9 @@ from surefoot.types import Sample, Work
 
 Array = npt.NDArray[Any]
 
-# Wide fields come first, so that every field is aligned.
+ALIGNMENT = 16
+"""Of every field: kernels are compiled once for pointers so aligned, and once more for others."""
+
 _FIELDS: dict[str, tuple[str, str]] = {
     "seed": ("int64", "samples"),
     "index": ("int64", "samples"),
@@ -67,6 +69,7 @@ class Shape:
         for name, (dtype, what) in _FIELDS.items():
             found.append((name, dtype, offset, self.count(what)))
             offset += np.dtype(dtype).itemsize * self.count(what)
+            offset += -offset % ALIGNMENT
         return found
 
     @property
@@ -99,7 +102,7 @@ class Staging:
     """
 
     def __init__(self, *, tokens: int, rows: int, samples: int, device: torch.device) -> None:
-        most = Shape(tokens, 0, rows, samples).bytes
+        most = Shape(tokens, 0, rows, samples).bytes + ALIGNMENT * len(_FIELDS)
         self._hosts = [torch.empty(most, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self._device = torch.empty(most, dtype=torch.uint8, device=device)
         self._turn = 0

@@ -54,6 +54,8 @@ class GpuRunner:
             kv = self.cache.layer(layer)
             self._rotate_and_store(qkv, step, kv, how)
             q = qkv[:, :heads]
+            if prefill is not None and not decodes:
+                return prefill(q, kv, how.scale, None).flatten(1)
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             if decodes:
                 attention.decode(

@@ -6,6 +6,7 @@ Nothing is compiled, and nothing new asked of the driver, inside a served reques
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -19,7 +20,7 @@ from surefoot.faults import Faults
 from surefoot.model.layers import Network
 from surefoot.plan import MemoryPlan
 from surefoot.spec import ModelSpec
-from surefoot.types import Limits, Sample, SamplingParams, StepDone, StepPlan, Work
+from surefoot.types import Limits, Sample, SamplingParams, StepDone, StepPlan, StepTime, Work
 
 Progress = Callable[[str, float], None]
 log = logging.getLogger(__name__)
@@ -36,14 +37,17 @@ def start_gpu(
     faults: Faults,
     device: torch.device,
     progress: Progress,
-) -> GpuExecutor:
-    """An executor that is warm. Raises what the largest step raised."""
+) -> tuple[GpuExecutor, StepTime]:
+    """An executor that is warm, and how long its steps take. Raises what the largest step raised."""
+    began = time.perf_counter()
     dtype = getattr(torch, plan.dtype.split()[0])
     cache = GpuCache(spec, num_blocks=plan.num_blocks, block_size=plan.block_size, dtype=dtype, device=device)
     runner = GpuRunner(spec, network, cache, limits, choose(spec, cache))
     executor = GpuExecutor(runner, limits, Faults())
     for step in warm_plans(limits, cache.sink):
         _run(executor, step)
+    log.info("warm after %.1f s", time.perf_counter() - began)
+    step_time = measure_steps(executor, limits, cache.sink)
     sizes = [size for size in GRAPH_SIZES if size <= limits.max_num_seqs]
     for done, size in enumerate(reversed(sizes)):
         progress("capturing graphs", done / len(sizes))
@@ -54,7 +58,8 @@ def start_gpu(
     cache.zero([cache.sink])
     torch.cuda.synchronize()
     executor.faults = faults
-    return executor
+    log.info("ready to serve after %.1f s", time.perf_counter() - began)
+    return executor, step_time
 
 
 def warm_plans(limits: Limits, sink: int) -> Iterator[StepPlan]:
@@ -89,7 +94,27 @@ def _work(limits: Limits, sink: int, slot: int, start: int, tokens: int, params:
     )
 
 
-def _run(executor: GpuExecutor, plan: StepPlan) -> None:
+def measure_steps(executor: GpuExecutor, limits: Limits, sink: int) -> StepTime:
+    """Fit seconds to tokens and to what they look back at: a small step, a large one, and a large one far behind."""
+    most = min(limits.max_num_batched_tokens, limits.max_model_len - 1)
+    small, far = min(16, most), limits.max_model_len - 1 - most
+
+    def seconds(start: int, tokens: int) -> float:
+        plan = StepPlan(id=0, works=(_work(limits, sink, 0, start, tokens, SamplingParams(temperature=0.0)),))
+        return min(_run(executor, plan) for _ in range(2))
+
+    fixed, near, back = seconds(0, small), seconds(0, most), seconds(far, most)
+    pair = max(0.0, back - near) / (most * far) if far else 0.0
+    token = max(1e-9, (near - fixed - pair * most * most / 2) / most)
+    log.info(
+        "a step takes %.1f ms, %.1f us a token, %.3f ns a token looked back at", fixed * 1e3, token * 1e6, pair * 1e9
+    )
+    return StepTime(fixed=fixed, token=token, pair=pair)
+
+
+def _run(executor: GpuExecutor, plan: StepPlan) -> float:
+    """Run a plan and return its seconds."""
     outcome = executor.collect(executor.launch(plan))
     if not isinstance(outcome, StepDone):
         raise RuntimeError(f"A step of {plan.tokens} tokens failed while warming up: {outcome.reason}")
+    return outcome.seconds

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from surefoot import checkpoint as checkpoints
@@ -24,7 +25,7 @@ from surefoot.model import weights
 from surefoot.model.layers import Network
 from surefoot.model.registry import network_class
 from surefoot.spec import ModelSpec, read_spec
-from surefoot.types import Executor, FailureKind, Limits
+from surefoot.types import Executor, FailureKind, Limits, StepTime
 
 Progress = Callable[[str, float], None]
 log = logging.getLogger(__name__)
@@ -55,9 +56,9 @@ def open_device(config: EngineConfig, *, progress: Progress) -> Device:
     plan = planning.plan_memory(
         spec, config, memory.measure(device), device=device.type, dtype=str(dtype).removeprefix("torch.")
     )
-    limits = _limits(plan, spec, device)
+    limits = _limits(plan, spec, device, config)
 
-    def start() -> Executor:
+    def start() -> tuple[Executor, StepTime | None]:
         tensors = _tensors(found, spec, config, dtype, device, progress)
         network = network_type.load(spec, tensors, device=device, dtype=dtype, quantization=config.quantization)
         progress("warming up", 0.0)
@@ -65,9 +66,10 @@ def open_device(config: EngineConfig, *, progress: Progress) -> Device:
             from surefoot.device.gpu_start import start_gpu  # Triton comes along, and is not there on every machine
 
             return start_gpu(spec, network, plan, limits, faults, device, progress)
-        return _start_cpu(spec, network, plan, faults, device)
+        return _start_cpu(spec, network, plan, faults, device), None
 
-    return Device(_started(memory.guard(start), plan), limits, plan, spec)
+    executor, step_time = _started(memory.guard(start), plan)
+    return Device(executor, replace(limits, step_time=step_time), plan, spec)
 
 
 def _start_cpu(
@@ -81,7 +83,9 @@ def _start_cpu(
     return executor
 
 
-def _started(outcome: memory.Ok[Executor] | memory.Failure, plan: planning.MemoryPlan) -> Executor:
+def _started(
+    outcome: memory.Ok[tuple[Executor, StepTime | None]] | memory.Failure, plan: planning.MemoryPlan
+) -> tuple[Executor, StepTime | None]:
     if isinstance(outcome, memory.Ok):
         return outcome.value
     if outcome.kind is FailureKind.OOM:
@@ -92,7 +96,7 @@ def _started(outcome: memory.Ok[Executor] | memory.Failure, plan: planning.Memor
     raise WorkerLost(f"The model could not be started.\n{outcome.trace}")
 
 
-def _limits(plan: planning.MemoryPlan, spec: ModelSpec, device: torch.device) -> Limits:
+def _limits(plan: planning.MemoryPlan, spec: ModelSpec, device: torch.device, config: EngineConfig) -> Limits:
     return Limits(
         max_model_len=plan.max_model_len,
         max_num_batched_tokens=plan.max_num_batched_tokens,
@@ -101,6 +105,8 @@ def _limits(plan: planning.MemoryPlan, spec: ModelSpec, device: torch.device) ->
         num_blocks=plan.num_blocks,
         eos_token_ids=spec.eos_token_ids,
         depth=2 if device.type == "cuda" else 1,
+        prefix_caching=config.enable_prefix_caching,
+        max_step_seconds=config.max_step_ms / 1000,
     )
 
 

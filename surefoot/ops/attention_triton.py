@@ -87,7 +87,7 @@ def plan_decode(lengths: Tensor, plan: DecodePlan) -> None:
     )
 
 
-@triton.jit(do_not_specialize=["rows", "spread"])
+@triton.jit(do_not_specialize=["rows", "spread"], do_not_specialize_on_alignment=["lengths"])
 def _plan_decode(lengths, chunk_out, first, row_of, rows, spread, MAX_ROWS: tl.constexpr, KEYS: tl.constexpr):
     """Each program finds the works of its row. With chunk ≥ total/spread, Σ⌈length/chunk⌉ ≤ spread + rows."""
     row = tl.program_id(0)
@@ -150,7 +150,7 @@ def decode(
     )
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table", "lengths"])
 def _decode(
     q,
     kv,
@@ -346,7 +346,7 @@ def prefill(
     )
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table", "lengths", "starts", "tiles"])
 def _prefill(
     q,
     kv,

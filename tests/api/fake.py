@@ -93,7 +93,7 @@ class FakeEngine:
         self.draining = False
         self.alive = True
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0) -> FakeHandle:
+    def submit(self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0, salt: str = "") -> FakeHandle:
         assert params.seed is not None
         assert params.max_tokens is not None
         if self.refusal is not None and len(self.handles) >= self.refuse_after:

@@ -12,7 +12,7 @@ import pytest
 from surefoot.core.engine import DeviceLost, Engine
 from surefoot.core.sequence import child_seed
 from surefoot.testing import FakeExecutor, expected_tokens, out_of_memory, request_of
-from surefoot.types import Emitted, Failed, FailureKind, Limits, StepFailed, StepPlan, Work
+from surefoot.types import Emitted, Failed, FailureKind, Limits, StepFailed, StepPlan, StepTime, Work
 
 LIMITS = Limits(
     max_model_len=8192, max_num_batched_tokens=512, max_num_seqs=16, block_size=16, num_blocks=2000, eos_token_ids=(7,)
@@ -98,6 +98,24 @@ def test_a_long_prompt_delays_no_decoder_by_more_than_a_step() -> None:
     for id in range(4):
         served = decoded(bench.executor.plans, id)
         assert served == list(range(served[0], served[0] + 100))
+
+
+def test_steps_are_sized_by_time_while_others_wait() -> None:
+    """A long prompt is cut into steps of at most 100 ms beside a decoder, ever smaller ones, and not at all alone."""
+    time = StepTime(fixed=0.005, token=1e-4, pair=1e-8)
+    bench = Bench(step_time=time, max_step_seconds=0.1, max_num_batched_tokens=4096)
+    bench.add(1, 10, max_tokens=60)
+    bench.step()
+    bench.add(9, 8000, max_tokens=1)
+    bench.run()
+    beside = [w for plan in bench.executor.plans if len(plan.works) == 2 for w in plan.works if w.request == 9]
+    seconds = [time.fixed + time.seconds(len(work.tokens), work.start) for work in beside]
+    assert max(seconds) < 0.101
+    assert len(beside[0].tokens) > len(beside[-2].tokens) > 16
+    bench = Bench(step_time=time, max_step_seconds=0.1, max_num_batched_tokens=4096)
+    bench.add(9, 8000, max_tokens=1)
+    bench.run()
+    assert [plan.tokens for plan in bench.executor.plans] == [4096, 3904]
 
 
 def test_decoders_never_starve_a_prefill() -> None:
