@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import torch
+
+from surefoot.device.executor import StepExecutor
+from surefoot.device.inputs import build
 from surefoot.device.start import Device
 from surefoot.types import RowDone, Sample, Sampled, SamplingParams, StepDone, StepFailed, StepPlan, Work
 
@@ -100,3 +104,16 @@ class Driver:
         while waiting := [each for each in sequences if len(each.outputs) < count]:
             self.step(waiting, chunk)
         return [each.outputs for each in sequences]
+
+    def logits(self, tokens: Iterable[int], chunk: int, *, singles: int = 0) -> torch.Tensor:
+        """float32 [tokens, vocabulary] at every position: `chunk` tokens a step, and the last `singles` one by one."""
+        executor, sequence = self.device.executor, self.sequence(tokens)
+        assert isinstance(executor, StepExecutor)
+        runner, found = executor.runner, []
+        while left := len(sequence.tokens) - sequence.computed:
+            work = self.work(sequence, min(chunk, left - singles) if left > singles else 1)
+            executor.pool.admit(work)
+            hidden = runner.forward(build((work,), executor.pool, runner.cache, runner.group, runner.windows))
+            found.append(runner.logits(hidden, list(range(len(hidden)))))
+            sequence.computed, sequence.fresh = work.end, False
+        return torch.cat(found)

@@ -12,7 +12,7 @@ from surefoot import checkpoint as checkpoints
 from surefoot.api.tokenizer import load_tokenizer
 from surefoot.config import EngineConfig
 from surefoot.device.start import open_device
-from surefoot.types import Sample, SamplingParams, StepDone, StepPlan, Work
+from tests.device.driver import Driver
 
 # Lewis Carroll, Alice's Adventures in Wonderland (1865), public domain.
 TEXT = (
@@ -26,45 +26,23 @@ TEXT = (
 )
 
 
-def perplexity(quantization: str, tokens: list[int], rows: int) -> float:
+def embedded(quantization: str) -> Driver:
+    config = EngineConfig(quantization=quantization, memory=2 << 30)
+    return Driver(open_device(config, progress=lambda what, part: None))
+
+
+def perplexity(driver: Driver, tokens: list[int], rows: int) -> float:
     """exp of the mean negative log-likelihood, `rows` positions a step: few take the int8 kernel, many float32."""
-    device = open_device(EngineConfig(quantization=quantization, memory=2 << 30), progress=lambda what, part: None)
-    runner = device.executor.runner
-    params = SamplingParams(temperature=0.0)
-    total = 0.0
-    for start in range(0, len(tokens) - 1, rows):
-        given = tuple(tokens[start : min(start + rows, len(tokens) - 1)])
-        seen: list[torch.Tensor] = []
-        forward = runner.forward
-        runner.forward = lambda inputs, seen=seen, forward=forward: seen.append(forward(inputs)) or seen[-1]  # type: ignore[method-assign]
-        work = Work(
-            request=0,
-            child=0,
-            epoch=0,
-            slot=0,
-            start=start,
-            tokens=given,
-            table=tuple(range(-(-(start + len(given)) // 16))),
-            known=None,
-            samples=(Sample(0, 0, 0),),
-            params=params,
-            decoding=False,
-        )
-        outcome = device.executor.collect(device.executor.launch(StepPlan(id=start, works=(work,))))
-        runner.forward = forward  # type: ignore[method-assign]
-        assert isinstance(outcome, StepDone)
-        logprobs = runner.logits(seen[0], list(range(len(given)))).log_softmax(-1)
-        targets = torch.tensor(tokens[start + 1 : start + 1 + len(given)])
-        total -= float(logprobs.gather(1, targets[:, None]).sum())
-    return math.exp(total / (len(tokens) - 1))
+    logprobs = driver.logits(tokens[:-1], rows).log_softmax(-1)
+    return math.exp(-float(logprobs.gather(1, torch.tensor(tokens[1:])[:, None]).mean()))
 
 
 @pytest.mark.slow
 def test_int8_costs_less_than_a_percent_of_perplexity() -> None:
     """Eight bits per weight cost under 1 % of perplexity, by the int8 kernel and by the float32 copy alike."""
-    tokens = load_tokenizer(checkpoints.find("smollm2")).encode(TEXT)
-    exact = perplexity("none", tokens, 64)
+    tokens = list(load_tokenizer(checkpoints.find("smollm2")).encode(TEXT))
+    exact = perplexity(embedded("none"), tokens, 64)
     gc.collect()
+    int8 = embedded("int8")
     for rows in (8, 64):
-        assert perplexity("int8", tokens, rows) < exact * 1.01
-        gc.collect()
+        assert perplexity(int8, tokens, rows) < exact * 1.01

@@ -10,8 +10,6 @@ import torch
 from surefoot import checkpoint as checkpoints
 from surefoot.api.tokenizer import load_tokenizer
 from surefoot.config import EngineConfig
-from surefoot.device.executor import StepExecutor
-from surefoot.device.inputs import build
 from surefoot.device.start import open_device
 from surefoot.errors import CheckpointError
 from surefoot.model import weights
@@ -163,14 +161,8 @@ def test_greedy_text_equals_transformers(embedded: Driver, encoded: list[list[in
 @pytest.mark.slow
 def test_logits_equal_transformers(embedded: Driver, encoded: list[list[int]], transformers_model: Any) -> None:
     """Logits are transformers' within 1e-4 of their scale, at every position of a long text."""
-    executor = embedded.device.executor
-    assert isinstance(executor, StepExecutor)
     tokens = [token for prompt in encoded for token in prompt]
-    work = embedded.work(embedded.sequence(tokens))
-    executor.pool.admit(work)
-    runner = executor.runner
-    hidden = runner.forward(build((work,), executor.pool, runner.cache, runner.group))
     with torch.inference_mode():
         theirs = transformers_model(torch.tensor([tokens]), use_cache=False).logits[0]
-    ours = runner.logits(hidden, list(range(len(tokens))))
+    ours = embedded.logits(tokens, len(tokens))
     assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()

@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from surefoot.config import EngineConfig
-from surefoot.device.executor import StepExecutor
-from surefoot.device.inputs import build
 from surefoot.device.start import open_device
 from tests.device.driver import Driver
 from tests.model.tiny import CASES, SIZES, write, write_chatglm
@@ -53,30 +51,15 @@ def reference(model: Any, tokens: list[int]) -> torch.Tensor:
     return logits
 
 
-def logits(driver: Driver, tokens: list[int], chunk: int, *, singles: int = 0) -> torch.Tensor:
-    """Ours, [tokens, vocabulary]: `chunk` tokens a step, and the last `singles` one by one."""
-    executor = driver.device.executor
-    assert isinstance(executor, StepExecutor)
-    runner, sequence, found = executor.runner, driver.sequence(tokens), []
-    while sequence.computed < len(tokens):
-        left = len(tokens) - sequence.computed
-        work = driver.work(sequence, min(chunk, left - singles) if left > singles else 1)
-        executor.pool.admit(work)
-        hidden = runner.forward(build((work,), executor.pool, runner.cache, runner.group, runner.windows))
-        found.append(runner.logits(hidden, list(range(len(hidden)))))
-        sequence.computed, sequence.fresh = work.end, False
-    return torch.cat(found)
-
-
 def test_logits_equal_transformers(pair: Pair) -> None:
     """Within 1e-4 of their scale for a prompt at once; cut at odd places and decoded, the same to the last bit."""
     tokens = text()
     expected = reference(pair.theirs, tokens)
     assert expected.std() > 0.3, "logits that hardly differ would hide mistakes"
-    whole = logits(pair.ours, tokens, LENGTH)
+    whole = pair.ours.logits(tokens, LENGTH)
     assert (whole - expected).abs().max() < 1e-4 * expected.abs().max()
-    assert torch.equal(logits(pair.ours, tokens, 37, singles=40), whole)
-    assert torch.equal(logits(pair.ours, tokens, 130, singles=1), whole)
+    assert torch.equal(pair.ours.logits(tokens, 37, singles=40), whole)
+    assert torch.equal(pair.ours.logits(tokens, 130, singles=1), whole)
 
 
 def test_greedy_text_equals_transformers(pair: Pair) -> None:
