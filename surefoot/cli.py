@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -250,7 +251,9 @@ def bench_serve(
     goodput: Annotated[
         Text, _option(LOAD, "Count requests within limits in ms, such as 'ttft:500 tpot:50 e2el:10000'.", "LIMITS")
     ] = None,
-    seed: Annotated[int, _option(LOAD, "The same seed gives the same prompts and moments (default: 0).", "N")] = 0,
+    seed: Annotated[
+        Whole, _option(LOAD, "The same seed gives the same prompts and moments (default: another each time).", "N")
+    ] = None,
     repeats: Annotated[int, _option(LOAD, "Runs, of which the median is shown (default: 1).", "N")] = 1,
     save: Annotated[
         Text, _option(OTHER, "Write everything to this JSON file: runs, machine, versions.", "FILE")
@@ -268,7 +271,7 @@ def bench_serve(
     load = benchmark.Load(
         url=url, model=model or benchmark.first_model(url, key), chat=chat, input_len=input_len, output_len=output_len,
         prefix_len=prefix_len, vocabulary=token_ids, requests=requests, concurrency=concurrency, rate=rate,
-        trace=trace, goodput=goodput, seed=seed,
+        trace=trace, goodput=goodput, seed=secrets.randbits(32) if seed is None else seed,
     )  # fmt: skip
     result = benchmark.measure(load, repeats=repeats, api_key=key)
     typer.echo(benchmark.report(result))

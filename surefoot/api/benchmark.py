@@ -55,6 +55,7 @@ class Load(Value, frozen=True, kw_only=True):
     goodput: str | None = None
     """Limits such as "ttft:500 tpot:50 e2el:10000", in milliseconds: what counts as served well."""
     seed: int = 0
+    """The same seed gives the same prompts and moments; a server that has met them finds them in its prefix cache."""
 
 
 class TraceLine(msgspec.Struct, frozen=True):
@@ -78,7 +79,7 @@ class Planned(msgspec.Struct, frozen=True):
 
 def plan(load: Load, run: int) -> list[Planned]:
     """The requests of a run; the same seed and run give the same ones. Raises ConfigError for a bad trace."""
-    rng = random.Random(f"{load.seed} {run}")
+    rng = random.Random(f"{load.seed} {load.input_len} {load.requests} {run}")
     prefix = _tokens(load, random.Random(load.seed), load.prefix_len)
     planned = []
     for line in _lines(load, rng):
