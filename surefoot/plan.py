@@ -9,9 +9,11 @@ The same formula for one step predicts, before every launch, what that step is g
 
 from __future__ import annotations
 
+import math
+
 from surefoot.config import GIB, MIB, EngineConfig, format_bytes
 from surefoot.errors import ConfigError, DoesNotFit
-from surefoot.spec import ModelSpec
+from surefoot.spec import ModelSpec, tensor_shapes
 from surefoot.types import Value
 
 MIN_CONTEXT = 256
@@ -97,12 +99,12 @@ class MemoryPlan(Value, frozen=True):
 
 
 def parameters(spec: ModelSpec) -> tuple[int, int]:
-    """(numbers in linear layers of all layers and the output projection, numbers in the embedding and the norms)."""
-    attention = spec.hidden_size * spec.head_dim * (2 * spec.num_heads + 2 * spec.num_kv_heads)
-    layer = attention + 3 * spec.hidden_size * spec.intermediate_size
+    """(numbers in matrices of all layers, experts included, and in the output projection; in all other tensors)."""
+    sizes = {name: math.prod(shape) for name, shape in tensor_shapes(spec).items()}
     output = spec.vocab_size * spec.hidden_size
-    norms = spec.hidden_size * (2 * spec.num_layers + 1)
-    return layer * spec.num_layers + output, output + norms
+    layers = sum(size for name, size in sizes.items() if name.endswith(("_proj.weight", ".gate.weight")))
+    other = sum(sizes.values()) - layers - sizes.get("lm_head.weight", 0)
+    return layers + output, other
 
 
 def weight_bytes(spec: ModelSpec, *, device: str, dtype: str, quantization: str) -> int:
@@ -171,7 +173,7 @@ class _Fitting:
         self.device = device
         self.dtype = dtype
         self.block_size = config.block_size or (16 if cpu else 128)
-        self.chunk = config.max_num_batched_tokens or (512 if cpu else 8192)
+        self.chunk = config.max_num_batched_tokens or (512 if cpu else 2048)
         self.seqs = config.max_num_seqs or (16 if cpu else 256)
         self.context = self._asked_context()
         self.asked = self._settings()

@@ -7,7 +7,7 @@ import pytest
 from surefoot import plan as planning
 from surefoot.config import GIB, MIB, EngineConfig
 from surefoot.errors import ConfigError, DoesNotFit
-from surefoot.spec import ModelSpec
+from surefoot.spec import Experts, ModelSpec
 
 SPEC = ModelSpec(
     architecture="LlamaForCausalLM",
@@ -51,7 +51,7 @@ def test_defaults() -> None:
     assert (cpu.budget, cpu.max_num_batched_tokens, cpu.max_num_seqs, cpu.block_size) == (4 * GIB, 512, 16, 16)
     assert fit(machine=planning.MachineMemory(total=24 * GIB, free=3 * GIB)).budget == 2 * GIB
     gpu = fit(device="cuda", dtype="bfloat16")
-    assert (gpu.budget, gpu.max_num_batched_tokens, gpu.max_num_seqs, gpu.block_size) == (19 * GIB, 8192, 256, 128)
+    assert (gpu.budget, gpu.max_num_batched_tokens, gpu.max_num_seqs, gpu.block_size) == (19 * GIB, 2048, 256, 128)
 
 
 def test_a_cpu_holds_the_output_projection_twice() -> None:
@@ -108,3 +108,13 @@ def test_a_larger_step_costs_more() -> None:
     small = {"tokens": 1, "logit_rows": 1, "longest": 100, "gathered": 100}
     for name, value in small.items():
         assert cost.bytes(**small | {name: value * 10}) > cost.bytes(**small)
+
+
+def test_weights_count_every_expert() -> None:
+    """A mixture of experts takes room for all of them, asked or not, and not for the MLP that they replace."""
+    experts = Experts(count=8, per_token=2, intermediate_size=768, normalize=True, layers=tuple(range(15)))
+    spec = ModelSpec(**{name: getattr(SPEC, name) for name in SPEC.__struct_fields__} | {"experts": experts})
+    matrices, other = planning.parameters(spec)
+    dense = planning.parameters(SPEC)
+    assert other == dense[1]
+    assert matrices - dense[0] == 15 * (8 * 3 * 768 * 576 + 8 * 576 - 3 * 1536 * 576)
