@@ -41,7 +41,7 @@ MaxModelLen = Annotated[
     Text, _option(MEMORY, "Tokens of prompt and answer together, such as 4096 or 32K (default: what fits).", "TOKENS")
 ]
 MaxNumBatchedTokens = Annotated[
-    Text, _option(MEMORY, "Tokens that one step computes at most (default: 512 on CPU, 8192 on GPU).", "TOKENS")
+    Text, _option(MEMORY, "Tokens that one step computes at most (default: 512 on CPU, 2048 on GPU).", "TOKENS")
 ]
 MaxNumSeqs = Annotated[
     Text, _option(MEMORY, "Sequences that run at once (default: 16 on CPU, 256 on GPU); more wait.", "N")

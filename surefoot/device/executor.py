@@ -83,8 +83,12 @@ class StepExecutor:
     # ---- one step -------------------------------------------------------------------------------------------------
 
     def _refuse(self, plan: StepPlan) -> StepFailed | None:
-        """A step that cannot fit fails before it is tried; a control step is always tried, that is what it is for."""
-        if plan.control:
+        """A step that cannot fit fails before it is tried.
+
+        Not so a control step, nor one at the floor of a block: a request is failed for what happened there, which
+        must not be a prediction.
+        """
+        if plan.control or plan.tokens <= self.runner.cache.block_size:
             return None
         needed, free = self.predict(plan), self.free_memory()
         if needed <= free:

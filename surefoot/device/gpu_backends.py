@@ -32,10 +32,10 @@ def fa3_least_queries(group: int, head_dim: int) -> int:
     return tile // group + 1
 
 
-Attend = Callable[[Tensor, Tensor, float, Tensor | None], Tensor]
-"""(queries [tokens, heads, head_dim], one layer of the cache, scale, out) of the prefill rows of a step → result.
+Attend = Callable[[Tensor, Tensor, float], Tensor]
+"""(queries [tokens, heads, head_dim] of a step, one layer of the cache, scale) → the same shape.
 
-The result is in `out` if that is given.
+Only tokens of prefill rows are computed; what the result holds for others means nothing.
 """
 
 
@@ -47,6 +47,8 @@ class Backend(Protocol):
     """Prepares attention over the prefill rows of one step."""
 
     name: str
+    graphs: bool
+    """Whether it can be captured: nothing on the host depends on the rows but their number and longest query."""
 
     def prepare(self, step: StepTensors, tables: Tensor, rows: Sequence[PrefillRow]) -> Attend:
         """`tables` [rows, blocks] of all rows of the step, whose last are the prefill `rows`."""
@@ -57,6 +59,7 @@ class Triton:
     """The packed kernel of `ops.attention_triton`."""
 
     name = "triton"
+    graphs = False
 
     def __init__(self, spec: ModelSpec) -> None:
         self._group = spec.num_heads // spec.num_kv_heads
@@ -67,8 +70,8 @@ class Triton:
         tiles = torch.from_numpy(attention.prefill_tiles(queries, contexts, self._group))
         tiles = tiles.pin_memory().to(tables.device, non_blocking=True)
 
-        def attend(q: Tensor, kv: Tensor, scale: float, out: Tensor | None) -> Tensor:
-            out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+        def attend(q: Tensor, kv: Tensor, scale: float) -> Tensor:
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             attention.prefill(q, kv, tables, lengths, begins, tiles, scale=scale, out=out)
             return out
 
@@ -79,6 +82,7 @@ class FlashAttention3:
     """fa3-fwd; a step whose longest query is too short for it goes to the Triton kernel."""
 
     name = "fa3"
+    graphs = True
 
     def __init__(self, spec: ModelSpec) -> None:
         from fa3_fwd_interface import flash_attn_with_kvcache
@@ -93,7 +97,7 @@ class FlashAttention3:
             return self._short.prepare(step, tables, rows)
         tables, lengths, begins = _of_prefills(step, tables)
 
-        def attend(q: Tensor, kv: Tensor, scale: float, out: Tensor | None) -> Tensor:
+        def attend(q: Tensor, kv: Tensor, scale: float) -> Tensor:
             result: Tensor = self._kernel(
                 q,
                 kv[:, 0],
@@ -105,15 +109,15 @@ class FlashAttention3:
                 softmax_scale=scale,
                 causal=True,
             )
-            return result if out is None else out.copy_(result)
+            return result
 
         return attend
 
 
 def _of_prefills(step: StepTensors, tables: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Block tables, contexts, and where each row's queries begin among those of prefill rows."""
+    """Block tables and contexts of prefill rows, and where each row's queries begin among the step's tokens."""
     decodes = step.shape.decode_rows
-    return tables[decodes:], step.length[decodes:], step.starts[decodes:] - decodes
+    return tables[decodes:], step.length[decodes:], step.starts[decodes:]
 
 
 def choose(spec: ModelSpec, cache: GpuCache) -> Backend:

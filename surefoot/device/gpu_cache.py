@@ -24,7 +24,7 @@ class GpuCache:
         self.block_size = block_size
         self.sink = num_blocks
         shape = (num_blocks + 1, spec.num_layers, 2, block_size, spec.num_kv_heads, spec.head_dim)
-        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self.data = _one_piece(shape, dtype, device)
         self._layers = [self.data[:, layer] for layer in range(spec.num_layers)]
 
     def layer(self, index: int) -> Tensor:
@@ -41,3 +41,13 @@ class GpuCache:
         """Clear blocks that a non-finite row wrote: scratch may be stale but never NaN, for 0·NaN is NaN."""
         if blocks:
             self.data[torch.tensor(blocks, device=self.data.device)] = 0
+
+
+def _one_piece(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros by one call to the driver: the growing segment that steps live in maps 2 MiB at a time, 5 s for 37 GiB."""
+    setting = torch.cuda.memory._set_allocator_settings
+    setting("expandable_segments:False")
+    try:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    finally:
+        setting("expandable_segments:True")

@@ -17,14 +17,15 @@ from torch import Tensor
 
 from surefoot.device import memory
 from surefoot.device.gpu_cache import GpuCache
-from surefoot.device.gpu_inputs import BlockTables, Shape, Staging, pack
-from surefoot.device.gpu_runner import GpuRunner
-from surefoot.device.gpu_sampler import Draw, GpuSampler, Outcome, read
+from surefoot.device.gpu_inputs import BlockTables, Draw, Shape, Staging, pack
+from surefoot.device.gpu_runner import PREFILL_ROWS, GpuRunner, finite_tokens
+from surefoot.device.gpu_sampler import GpuSampler, Outcome, read, to_host
 from surefoot.faults import Faults
 from surefoot.types import (
     FailureKind,
     Limits,
     RowDone,
+    Sampled,
     SamplingParams,
     StepDone,
     StepFailed,
@@ -64,8 +65,8 @@ class GpuExecutor:
         self._tables = BlockTables(slots, width, sink=self._cache.sink, device=device)
         self._pool = torch.zeros(slots, limits.max_model_len + 1, dtype=torch.int32, device=device)
         most = max_draws(limits)
-        tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
-        self._staging = Staging(tokens=tokens, rows=limits.max_num_seqs, samples=most, device=device)
+        tokens = limits.max_num_batched_tokens + limits.max_num_seqs
+        self._staging = Staging(tokens=tokens, rows=limits.max_num_seqs + PREFILL_ROWS, samples=most, device=device)
         self._sampler = GpuSampler(runner.spec, most=most, device=device)
         self._flights: deque[Flight] = deque()
 
@@ -102,14 +103,13 @@ class GpuExecutor:
         return memory.free_memory()
 
     @torch.inference_mode()
-    def capture(self, size: int) -> None:
-        """Capture the graph of `size` decode rows, after one eager run of the same."""
-        shape = Shape(tokens=size, decode_rows=size, rows=size, samples=size)
+    def capture(self, shape: Shape) -> None:
+        """Capture the graph of a shape, after one eager run of the same."""
         arrays = self._staging.begin(shape)
-        pack(arrays, (), block_size=self._limits.block_size, pad_rows=size, pad_slot=self._pad_slot)
+        pack(arrays, (), shape, block_size=self._limits.block_size, pad_slot=self._pad_slot)
         self._staging.send(shape)
         tensors = self._staging.tensors(shape)
-        self._runner.decode_step(tensors, self._tables.device, self._pool)
+        self._runner.padded_step(tensors, self._tables.device, self._pool)
         torch.cuda.synchronize()
         self._runner.capture(tensors, self._tables.device, self._pool)
 
@@ -125,45 +125,34 @@ class GpuExecutor:
         works = (self._control_work(),) if plan.control else _decodes_first(plan.works)
         self._cache.copy(plan.copies)
         self._admit(works)
-        size = self._runner.graph_size(len(works)) if not plan.control and _graphable(works) else None
-        shape = self._shape(works, size)
+        found = None if plan.control or "row:nan" in struck else self._graph_shape(works)
+        shape = found or _exact_shape(works)
         arrays = self._staging.begin(shape)
-        draws = pack(
-            arrays,
-            works,
-            block_size=self._limits.block_size,
-            pad_rows=0 if size is None else size - len(works),
-            pad_slot=self._pad_slot,
-        )
+        draws = pack(arrays, works, shape, block_size=self._limits.block_size, pad_slot=self._pad_slot)
         self._staging.send(shape)
         self._tell_tables(works)
         tensors = self._staging.tensors(shape)
-        token_finite = logits = None
-        if size is not None:
-            logits = self._runner.replay(size)
+        if found is not None:
+            logits, finite = self._runner.replay(shape)
         else:
             prefills = [(len(work.tokens), work.end) for work in works if len(work.tokens) > 1]
             hidden = self._runner.forward(tensors, self._tables.device, self._pool, prefills)
             if "row:nan" in struck and plan.works:
                 hidden[: len(works[0].tokens)] = torch.nan
-            token_finite = _finite_tokens(hidden)
-            if draws:
-                logits = self._runner.logits(hidden, tensors.source[: len(draws)])
-        outcome = None if logits is None else self._sampler.launch(logits, draws, tensors.rows, self._pool)
+            finite = finite_tokens(hidden)
+            logits = self._runner.logits(hidden, tensors.source) if draws else hidden
+        outcome = self._sampler.launch(logits, draws, tensors.rows, self._pool) if draws else None
+        token_finite = to_host(finite)
         passed = torch.cuda.Event()  # type: ignore[no-untyped-call]
         passed.record()
         return Flight(plan, works, draws, outcome, token_finite, passed)
 
-    def _shape(self, works: Sequence[Work], size: int | None) -> Shape:
-        if size is not None:
-            return Shape(tokens=size, decode_rows=size, rows=size, samples=size)
+    def _graph_shape(self, works: Sequence[Work]) -> Shape | None:
+        """The captured shape that this step can be padded to; steps with forks have more draws than rows, and none."""
+        if any(len(work.samples) > 1 for work in works):
+            return None
         decodes = sum(len(work.tokens) == 1 for work in works)
-        return Shape(
-            tokens=sum(len(work.tokens) for work in works),
-            decode_rows=decodes,
-            rows=len(works),
-            samples=sum(len(work.samples) for work in works),
-        )
+        return self._runner.find(sum(len(work.tokens) for work in works), decodes, len(works) - decodes)
 
     def _admit(self, works: Sequence[Work]) -> None:
         """History of rows whose slot does not hold it: children that stand on their parent's blocks."""
@@ -194,15 +183,18 @@ class GpuExecutor:
         flight.passed.synchronize()
         if flight.plan.control:
             return ()
-        sampled, finite = read(flight.outcome, flight.draws) if flight.outcome is not None else ([], [])
-        bad = {work.key for (work, _), fine in zip(flight.draws, finite, strict=True) if not fine}
-        bad |= _bad_rows(flight)
-        done: dict[tuple[int, int], RowDone] = {}
-        at = 0
-        for work in flight.works:
-            draws = tuple(sampled[at : at + len(work.samples)])
-            at += len(work.samples)
-            done[work.key] = RowDone(error=_not_finite(work)) if work.key in bad else RowDone(samples=draws)
+        sampled = read(flight.outcome, flight.draws) if flight.outcome is not None else []
+        tokens: dict[tuple[int, int], list[Sampled]] = {work.key: [] for work in flight.works}
+        bad = _bad_rows(flight)
+        for draw, token in zip(flight.draws, sampled, strict=True):
+            if token is None:
+                bad.add(draw.work.key)
+            else:
+                tokens[draw.work.key].append(token)
+        done = {
+            work.key: RowDone(error=_not_finite(work)) if work.key in bad else RowDone(samples=tuple(tokens[work.key]))
+            for work in flight.works
+        }
         size = self._limits.block_size
         self._cache.zero([b for w in flight.works if w.key in bad for b in w.table[w.start // size :]])
         return tuple(done[work.key] for work in flight.plan.works)
@@ -217,16 +209,14 @@ def _decodes_first(works: tuple[Work, ...]) -> tuple[Work, ...]:
     return tuple(sorted(works, key=lambda work: len(work.tokens) > 1))
 
 
-def _graphable(works: Sequence[Work]) -> bool:
-    """Decode rows alone, one draw each."""
-    return all(len(work.tokens) == 1 and len(work.samples) == 1 for work in works)
-
-
-def _finite_tokens(hidden: Tensor) -> Tensor:
-    """[tokens] bool on the host, once the step's event has passed: which hidden rows are finite."""
-    finite = hidden.sum(-1, dtype=torch.float32).isfinite()
-    host = torch.empty(finite.shape, dtype=torch.bool, pin_memory=True)
-    return host.copy_(finite, non_blocking=True)
+def _exact_shape(works: Sequence[Work]) -> Shape:
+    """Of an eager step: a sample per draw, nothing padded."""
+    return Shape(
+        tokens=sum(len(work.tokens) for work in works),
+        decode_rows=sum(len(work.tokens) == 1 for work in works),
+        rows=len(works),
+        samples=sum(len(work.samples) for work in works),
+    )
 
 
 def _bad_rows(flight: Flight) -> set[tuple[int, int]]:

@@ -4,7 +4,6 @@ Rows come in two kinds, and kernels too: rows of one token first (decode), then 
 
     rows     [ decode ...... )[ prefill ......... )
     tokens   [ one each ..... )[ row by row ................ )
-    samples  one per draw, in the order of rows; a prompt with n children has n
 """
 
 from __future__ import annotations
@@ -54,6 +53,8 @@ class Shape:
     decode_rows: int
     rows: int
     samples: int
+    padded: bool = False
+    """A graph's shape, which a step may fill in part: there is a sample for each row, used or not."""
 
     def count(self, what: str) -> int:
         return {
@@ -168,36 +169,61 @@ class BlockTables:
         return found
 
 
-def pack(
-    arrays: dict[str, Array], works: Sequence[Work], *, block_size: int, pad_rows: int, pad_slot: int
-) -> list[tuple[Work, Sample]]:
-    """Fill the arrays of a step for `works` (decode rows first); returns the work and the draw of each sample.
+@dataclass(frozen=True)
+class Draw:
+    """One token to draw: for which sample of which work, and from which row of the step's logits."""
 
-    With `pad_rows` more decode rows than works, the rest are padding: they have length 0, read slot `pad_slot`'s
-    table, write nothing, and draw greedily to nowhere.
+    work: Work
+    sample: Sample
+    place: int
+
+
+def pack(
+    arrays: dict[str, Array], works: Sequence[Work], shape: Shape, *, block_size: int, pad_slot: int
+) -> list[Draw]:
+    """Fill the arrays of a step of `shape` for `works`, decode rows first; returns its draws.
+
+    Where the shape has more of something than the works, the rest is padding: rows of length 0 that read the table of
+    slot `pad_slot`, tokens that are stored nowhere, draws that are greedy and go nowhere.
+
+        tokens   [ decodes )[ prefills .... )[ padding )
+        rows     [ decodes )[ padding )| decode_rows |[ prefills )[ padding )
+        samples  one per row in a padded shape (a graph's), else one per draw
     """
     decodes = [work for work in works if len(work.tokens) == 1]
     prefills = works[len(decodes) :]
-    count, padded = len(decodes), len(decodes) + pad_rows
-    fill_rows(arrays, decodes, slice(0, count), block_size)
-    arrays["starts"][: padded + 1] = np.arange(padded + 1)
-    for name, value in (("token", 0), ("position", 0), ("kv_slots", -1), ("pool_row", pad_slot)):
-        arrays[name][count:padded] = value
-    arrays["length"][count:padded] = 0
-    arrays["row_slot"][count:padded] = pad_slot
-    at = padded
-    for row, work in enumerate(prefills, padded):
+    count = len(decodes)
+    arrays["row_slot"][count:] = pad_slot
+    arrays["length"][count:] = 0
+    _fill_decodes(arrays, decodes, block_size)
+    at, starts = count, [*range(count), *[count] * (shape.decode_rows - count)]
+    for row, work in enumerate(prefills, shape.decode_rows):
         _fill_prefill(arrays, work, row, at, block_size)
+        starts.append(at)
         at += len(work.tokens)
-    draws = [(work, sample) for work in works for sample in work.samples]
-    lasts = [*range(count), *(arrays["starts"][padded + 1 :] - 1)]
-    _fill_samples(arrays, draws, [last for work, last in zip(works, lasts, strict=True) for _ in work.samples])
+    arrays["starts"][:] = [*starts, *[at] * (shape.rows + 1 - len(starts))]
+    for name, value in (("token", 0), ("position", 0), ("kv_slots", -1), ("pool_row", pad_slot)):
+        arrays[name][at:] = value
+    rows = [*range(count), *range(shape.decode_rows, shape.decode_rows + len(prefills))]
+    draws = [Draw(work, sample, row) for work, row in zip(works, rows, strict=True) for sample in work.samples]
+    if not shape.padded:
+        draws = [Draw(draw.work, draw.sample, place) for place, draw in enumerate(draws)]
+    lasts = {work.key: last for work, last in zip(works, _lasts(count, prefills), strict=True)}
+    _fill_samples(arrays, draws, [lasts[draw.work.key] for draw in draws])
     return draws
 
 
-def fill_rows(arrays: dict[str, Array], works: Sequence[Work], rows: slice, block_size: int) -> None:
-    """Decode rows: one token each."""
+def _lasts(count: int, prefills: Sequence[Work]) -> Iterable[int]:
+    """The index of each work's last token."""
+    yield from range(count)
+    for work in prefills:
+        count += len(work.tokens)
+        yield count - 1
+
+
+def _fill_decodes(arrays: dict[str, Array], works: Sequence[Work], block_size: int) -> None:
     starts = [work.start for work in works]
+    rows = slice(0, len(works))
     arrays["token"][rows] = [work.tokens[0] for work in works]
     arrays["position"][rows] = starts
     arrays["length"][rows] = [start + 1 for start in starts]
@@ -218,25 +244,21 @@ def _fill_prefill(arrays: dict[str, Array], work: Work, row: int, at: int, block
     arrays["kv_slots"][span] = blocks * block_size + positions % block_size
     arrays["row_slot"][row] = work.slot
     arrays["length"][row] = work.end
-    arrays["starts"][row + 1] = span.stop
 
 
-def _fill_samples(arrays: dict[str, Array], draws: Sequence[tuple[Work, Sample]], sources: Sequence[int]) -> None:
-    """Parameters of each draw; what lies past them is greedy and goes nowhere."""
-    count = len(draws)
-    for name, neutral in (("temperature", 0.0), ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("draw_slot", -1)):
-        arrays[name][count:] = neutral
-    for name in ("seed", "index", "draw_position", "source"):
-        arrays[name][count:] = 0
-    if not draws:
-        return
-    params = [work.params for work, _ in draws]
-    arrays["temperature"][:count] = [0.0 if each.greedy else each.temperature for each in params]
-    arrays["top_k"][:count] = [each.top_k for each in params]
-    arrays["top_p"][:count] = [each.top_p for each in params]
-    arrays["min_p"][:count] = [each.min_p for each in params]
-    arrays["seed"][:count] = np.array([sample.seed for _, sample in draws], dtype=np.uint64).view(np.int64)
-    arrays["index"][:count] = [sample.index for _, sample in draws]
-    arrays["draw_slot"][:count] = [work.slot if sample.child == work.child else -1 for work, sample in draws]
-    arrays["draw_position"][:count] = [work.end for work, _ in draws]
-    arrays["source"][:count] = sources
+def _fill_samples(arrays: dict[str, Array], draws: Sequence[Draw], lasts: Sequence[int]) -> None:
+    """Parameters of each draw at its place; all other places are greedy and go nowhere."""
+    neutral = {"top_p": 1.0, "draw_slot": -1}
+    for name in ("temperature", "top_k", "top_p", "min_p", "seed", "index", "draw_slot", "draw_position", "source"):
+        arrays[name][:] = neutral.get(name, 0)
+    places = [draw.place for draw in draws]
+    params = [draw.work.params for draw in draws]
+    arrays["temperature"][places] = [0.0 if each.greedy else each.temperature for each in params]
+    arrays["top_k"][places] = [each.top_k for each in params]
+    arrays["top_p"][places] = [each.top_p for each in params]
+    arrays["min_p"][places] = [each.min_p for each in params]
+    arrays["seed"][places] = np.array([draw.sample.seed for draw in draws], dtype=np.uint64).view(np.int64)
+    arrays["index"][places] = [draw.sample.index for draw in draws]
+    arrays["draw_slot"][places] = [draw.work.slot if draw.sample.child == draw.work.child else -1 for draw in draws]
+    arrays["draw_position"][places] = [draw.work.end for draw in draws]
+    arrays["source"][places] = lasts

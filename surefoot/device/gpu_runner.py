@@ -9,12 +9,17 @@ from torch import Tensor
 
 from surefoot.device.gpu_backends import Backend, PrefillRow
 from surefoot.device.gpu_cache import GpuCache
-from surefoot.device.gpu_inputs import StepTensors
+from surefoot.device.gpu_inputs import Shape, StepTensors
 from surefoot.model.layers import Attention, Network
 from surefoot.ops import attention_triton as attention
 from surefoot.ops.norm_rope_triton import rope_and_store
 from surefoot.spec import ModelSpec
 from surefoot.types import Limits
+
+PREFILL_ROWS = 16
+"""Prompts that a captured mixed step has room for."""
+MOST_PADDING = 256
+"""Tokens of padding that a step of prompts is worth: computing them costs less than launching its kernels by hand."""
 
 
 class GpuRunner:
@@ -35,8 +40,10 @@ class GpuRunner:
             device=self.device,
         )
         dtype = cache.data.dtype
-        self._logits = torch.zeros(limits.max_num_seqs, spec.vocab_size, dtype=dtype, device=self.device)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        rows, tokens = limits.max_num_seqs + PREFILL_ROWS, limits.max_num_batched_tokens + limits.max_num_seqs
+        self._logits = torch.zeros(rows, spec.vocab_size, dtype=dtype, device=self.device)
+        self._finite = torch.zeros(tokens, dtype=torch.bool, device=self.device)
+        self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
         self._graph_memory = torch.cuda.graph_pool_handle()
         self._turns: dict[int, Tensor] = {}
 
@@ -54,15 +61,18 @@ class GpuRunner:
             kv = self.cache.layer(layer)
             self._rotate_and_store(qkv, step, kv, how)
             q = qkv[:, :heads]
-            if prefill is not None and not decodes:
-                return prefill(q, kv, how.scale, None).flatten(1)
-            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if prefill is None else prefill(q, kv, how.scale)
             if decodes:
                 attention.decode(
-                    q[:decodes], kv, row_tables[:decodes], lengths, self._plan, scale=how.scale, out=out[:decodes]
+                    q[:decodes],
+                    kv,
+                    row_tables[:decodes],
+                    lengths,
+                    self._plan,
+                    scale=how.scale,
+                    out=out[:decodes],
+                    keep_padding=prefill is not None,
                 )
-            if prefill is not None:
-                prefill(q[decodes:], kv, how.scale, out[decodes:])
             return out.flatten(1)
 
         return self.network.forward(ids, attend)
@@ -94,26 +104,44 @@ class GpuRunner:
 
     # ---- graphs ------------------------------------------------------------------------------------------------------
 
-    def graph_size(self, rows: int) -> int | None:
-        """The smallest captured size for this many decode rows, or None."""
-        return min((size for size in self._graphs if size >= rows), default=None)
+    def find(self, tokens: int, decodes: int, prefills: int) -> Shape | None:
+        """The smallest captured shape that holds a step, or None where there is none that is not mostly padding."""
+        most = tokens + max(MOST_PADDING, tokens // 8) if prefills else 1 << 30
+        fitting = (
+            shape
+            for shape in self._graphs
+            if tokens <= shape.tokens <= most
+            and decodes <= shape.decode_rows
+            and prefills <= shape.rows - shape.decode_rows
+            and (prefills > 0) == (shape.rows > shape.decode_rows)
+        )
+        return min(fitting, key=lambda shape: (shape.tokens, shape.decode_rows), default=None)
 
     def capture(self, step: StepTensors, tables: Tensor, pool: Tensor) -> None:
-        """Capture a step of decode rows alone over the static tensors of `step`; it must have run once before."""
+        """Capture a step over the static tensors of `step`; it must have run once before."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._graph_memory):
-            self.decode_step(step, tables, pool)
-        self._graphs[step.shape.rows] = graph
+            self.padded_step(step, tables, pool)
+        self._graphs[step.shape] = graph
 
-    def decode_step(self, step: StepTensors, tables: Tensor, pool: Tensor) -> Tensor:
-        """Logits [rows, vocabulary] of a step of decode rows alone, valid until the next such step."""
-        hidden = self.forward(step, tables, pool)
-        return self.network.logits(hidden, out=self._logits[: step.shape.rows])
+    def padded_step(self, step: StepTensors, tables: Tensor, pool: Tensor) -> None:
+        """Logits of every row, and which tokens are finite, into the static `results` of this shape."""
+        shape = step.shape
+        prefills = [(shape.tokens, shape.tokens)] if shape.rows > shape.decode_rows else []
+        hidden = self.forward(step, tables, pool, prefills)
+        self._finite[: shape.tokens] = finite_tokens(hidden)
+        last = hidden.index_select(0, step.source) if prefills else hidden
+        self.network.logits(last, out=self._logits[: shape.rows])
 
-    def replay(self, size: int) -> Tensor:
-        """`decode_step` of what was staged last, by its graph."""
-        self._graphs[size].replay()
-        return self._logits[:size]
+    def replay(self, shape: Shape) -> tuple[Tensor, Tensor]:
+        """`padded_step` of what was staged last, by its graph: logits [rows, vocabulary] and finite tokens [tokens]."""
+        self._graphs[shape].replay()
+        return self._logits[: shape.rows], self._finite[: shape.tokens]
+
+
+def finite_tokens(hidden: Tensor) -> Tensor:
+    """[tokens] bool: whether each hidden row is free of NaN and infinity."""
+    return hidden.sum(-1, dtype=torch.float32).isfinite()
 
 
 def exchange_inputs(step: StepTensors, pool: Tensor) -> Tensor:

@@ -8,19 +8,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from surefoot.device.gpu_inputs import Draw
 from surefoot.device.sampler import reshapes
 from surefoot.ops.sample_triton import Drawn, Rows, draw
 from surefoot.spec import ModelSpec
-from surefoot.types import Sample, Sampled, SamplingParams, Work
-
-Draw = tuple[Work, Sample]
+from surefoot.types import Sampled, SamplingParams
 
 
 @dataclass(frozen=True)
 class Logprobs:
     """Raw log-probabilities of the draws that asked for them, on their way to the host."""
 
-    draws: list[int]
+    draws: list[Draw]
     chosen: Tensor
     """[k] float32."""
     top_values: Tensor
@@ -48,39 +47,39 @@ class GpuSampler:
         self.drawn = Drawn.allocate(most, spec.token_count, device)
 
     def launch(self, logits: Tensor, draws: Sequence[Draw], rows: Rows, pool: Tensor) -> Outcome:
-        """Draw from `logits` [samples, vocabulary]; rows past the draws are padding and are drawn to nowhere."""
-        count = len(draws)
-        asked = [at for at, (work, _) in enumerate(draws) if work.params.logprobs is not None]
-        raw = logits[asked, : self._token_count].float() if asked else None
-        shaped = [at for at, (work, sample) in enumerate(draws) if reshapes(work.params, sample.index)]
+        """Draw from `logits` [places, vocabulary]; places without a draw are padding and are drawn to nowhere."""
+        asked = [each for each in draws if each.work.params.logprobs is not None]
+        raw = logits[_places(asked), : self._token_count].float() if asked else None
+        shaped = [each for each in draws if reshapes(each.work.params, each.sample.index)]
         if shaped:
             logits = logits.float()
-            logits[shaped] = self._shape(logits[shaped], [draws[at] for at in shaped], pool)
-        limited = any(_limited(work.params) for work, _ in draws)
+            logits[_places(shaped)] = self._shape(logits[_places(shaped)], shaped, pool)
+        limited = any(_limited(each.work.params) for each in draws)
         draw(logits, self._token_count, rows, self.drawn, pool, limited=limited)
+        count = 1 + max(_places(draws))
         return Outcome(
-            tokens=_to_host(self.drawn.token[:count]),
-            finite=_to_host(self.drawn.finite[:count]),
-            logprobs=None if raw is None else self._logprobs(raw, asked, draws),
+            tokens=to_host(self.drawn.token[:count]),
+            finite=to_host(self.drawn.finite[:count]),
+            logprobs=None if raw is None else self._logprobs(raw, asked),
         )
 
-    def _logprobs(self, raw: Tensor, asked: list[int], draws: Sequence[Draw]) -> Logprobs:
+    def _logprobs(self, raw: Tensor, asked: list[Draw]) -> Logprobs:
         total = raw.logsumexp(-1, keepdim=True)
-        most = max(1, *(draws[at][0].params.logprobs or 0 for at in asked))
+        most = max(1, *(each.work.params.logprobs or 0 for each in asked))
         values, ids = raw.topk(min(most, raw.shape[-1]))
-        chosen = raw.gather(1, self.drawn.token[asked].long()[:, None]) - total
-        return Logprobs(asked, _to_host(chosen[:, 0]), _to_host(values - total), _to_host(ids))
+        chosen = raw.gather(1, self.drawn.token[_places(asked)].long()[:, None]) - total
+        return Logprobs(asked, to_host(chosen[:, 0]), to_host(values - total), to_host(ids))
 
     def _shape(self, logits: Tensor, draws: Sequence[Draw], pool: Tensor) -> Tensor:
         """Minimum length, bias and penalties on float32 rows [k, vocabulary], all rows together and without a sync."""
         self._forbid_and_bias(logits, draws)
-        params = [work.params for work, _ in draws]
+        params = [each.work.params for each in draws]
         if all(_no_penalty(each) for each in params):
             return logits
-        ends = self._column([work.end for work, _ in draws])
-        outputs = self._column([sample.index for _, sample in draws])
-        longest = max(work.end for work, _ in draws)
-        history = pool[torch.tensor([work.slot for work, _ in draws], device=self._device), :longest].long()
+        ends = self._column([each.work.end for each in draws])
+        outputs = self._column([each.sample.index for each in draws])
+        longest = max(each.work.end for each in draws)
+        history = pool[torch.tensor([each.work.slot for each in draws], device=self._device), :longest].long()
         position = torch.arange(longest, device=self._device)
         told = (position < ends).float()
         drawn = ((position < ends) & (position >= ends - outputs)).float()
@@ -95,14 +94,14 @@ class GpuSampler:
     def _forbid_and_bias(self, logits: Tensor, draws: Sequence[Draw]) -> None:
         forbidden = [
             (row, token)
-            for row, (work, sample) in enumerate(draws)
-            if sample.index < work.params.min_tokens
-            for token in (*self._eos, *work.params.stop_token_ids)
+            for row, each in enumerate(draws)
+            if each.sample.index < each.work.params.min_tokens
+            for token in (*self._eos, *each.work.params.stop_token_ids)
         ]
         if forbidden:
             rows, tokens = torch.tensor(forbidden, device=self._device).unbind(1)
             logits[rows, tokens] = -torch.inf
-        biases = [(row, *bias) for row, (work, _) in enumerate(draws) for bias in work.params.logit_bias]
+        biases = [(row, *bias) for row, each in enumerate(draws) for bias in each.work.params.logit_bias]
         if biases:
             where = torch.tensor([bias[:2] for bias in biases], device=self._device).unbind(1)
             values = torch.tensor([bias[2] for bias in biases], device=self._device)
@@ -112,16 +111,21 @@ class GpuSampler:
         return torch.tensor(values, device=self._device)[:, None]
 
 
-def read(outcome: Outcome, draws: Sequence[Draw]) -> tuple[list[Sampled], list[bool]]:
-    """The drawn tokens and whether the row of each was finite; only after the step's event has passed."""
-    sampled = [Sampled(token) for token in outcome.tokens.tolist()]
+def read(outcome: Outcome, draws: Sequence[Draw]) -> list[Sampled | None]:
+    """The token of each draw, None where its row was not finite; only after the step's event has passed."""
+    tokens, finite = outcome.tokens.tolist(), outcome.finite.tolist()
+    extras: dict[int, tuple[float, tuple[tuple[int, float], ...]]] = {}
     if outcome.logprobs is not None:
         found = outcome.logprobs
         rows = zip(found.draws, found.chosen.tolist(), found.top_ids.tolist(), found.top_values.tolist(), strict=True)
-        for at, chosen, ids, values in rows:
-            count = draws[at][0].params.logprobs or 0
-            sampled[at] = Sampled(sampled[at].token, chosen, tuple(zip(ids, values, strict=True))[:count])
-    return sampled, [bool(finite) for finite in outcome.finite.tolist()]
+        for each, chosen, ids, values in rows:
+            top = tuple(zip(ids, values, strict=True))[: each.work.params.logprobs or 0]
+            extras[each.place] = (chosen, top)
+    return [Sampled(tokens[each.place], *extras.get(each.place, ())) if finite[each.place] else None for each in draws]
+
+
+def _places(draws: Sequence[Draw]) -> list[int]:
+    return [each.place for each in draws]
 
 
 def _limited(params: SamplingParams) -> bool:
@@ -132,7 +136,7 @@ def _no_penalty(params: SamplingParams) -> bool:
     return params.repetition_penalty == 1.0 and params.presence_penalty == 0.0 and params.frequency_penalty == 0.0
 
 
-def _to_host(tensor: Tensor) -> Tensor:
+def to_host(tensor: Tensor) -> Tensor:
     """A pinned copy, on its way."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -15,7 +16,8 @@ from surefoot.device import memory
 from surefoot.device.gpu_backends import choose
 from surefoot.device.gpu_cache import GpuCache
 from surefoot.device.gpu_executor import GpuExecutor
-from surefoot.device.gpu_runner import GpuRunner
+from surefoot.device.gpu_inputs import Shape
+from surefoot.device.gpu_runner import PREFILL_ROWS, GpuRunner
 from surefoot.faults import Faults
 from surefoot.model.layers import Network
 from surefoot.plan import MemoryPlan
@@ -25,8 +27,11 @@ from surefoot.types import Limits, Sample, SamplingParams, StepDone, StepPlan, S
 Progress = Callable[[str, float], None]
 log = logging.getLogger(__name__)
 
-GRAPH_SIZES = (1, 2, 4, *range(8, 257, 8), *range(288, 513, 32))
+DECODE_SIZES = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32))
 """Decode rows that graphs are captured for; a step of another size takes the next larger one."""
+MIXED_TOKENS = (128, 256, 512, 1024, 2048)
+MIXED_DECODES = (0, 32, 256)
+"""Tokens, and decode rows among them, of steps with prompts that graphs are captured for."""
 
 
 def start_gpu(
@@ -42,24 +47,41 @@ def start_gpu(
     began = time.perf_counter()
     dtype = getattr(torch, plan.dtype.split()[0])
     cache = GpuCache(spec, num_blocks=plan.num_blocks, block_size=plan.block_size, dtype=dtype, device=device)
-    runner = GpuRunner(spec, network, cache, limits, choose(spec, cache))
+    backend = choose(spec, cache)
+    runner = GpuRunner(spec, network, cache, limits, backend)
     executor = GpuExecutor(runner, limits, Faults())
     for step in warm_plans(limits, cache.sink):
-        _run(executor, step)
+        log.debug("warm-up: %d rows, %d tokens, %.2f s", len(step.works), step.tokens, _run(executor, step))
     log.info("warm after %.1f s", time.perf_counter() - began)
     step_time = measure_steps(executor, limits, cache.sink)
-    sizes = [size for size in GRAPH_SIZES if size <= limits.max_num_seqs]
-    for done, size in enumerate(reversed(sizes)):
-        progress("capturing graphs", done / len(sizes))
-        captured = memory.guard(lambda size=size: executor.capture(size))  # type: ignore[misc]
-        if isinstance(captured, memory.Failure):
-            log.warning("no graph for %d decode rows and fewer, which run eagerly: %s", size, captured.reason)
-            break
+    _capture(executor, list(graph_shapes(limits, mixed=backend.graphs)), progress)
     cache.zero([cache.sink])
     torch.cuda.synchronize()
     executor.faults = faults
     log.info("ready to serve after %.1f s", time.perf_counter() - began)
     return executor, step_time
+
+
+def graph_shapes(limits: Limits, *, mixed: bool) -> Iterator[Shape]:
+    """What to capture, largest first, so that the graphs share the memory of the largest."""
+    most, rows = limits.max_num_batched_tokens, limits.max_num_seqs
+    for tokens in sorted({min(size, most) for size in MIXED_TOKENS} | {most}, reverse=True) if mixed else ():
+        for decodes in sorted({min(count, rows) for count in MIXED_DECODES}, reverse=True):
+            if decodes < tokens <= MIXED_TOKENS[-1]:
+                both = decodes + PREFILL_ROWS
+                yield Shape(tokens=tokens, decode_rows=decodes, rows=both, samples=both, padded=True)
+    for size in sorted({min(size, rows) for size in DECODE_SIZES}, reverse=True):
+        yield Shape(tokens=size, decode_rows=size, rows=size, samples=size, padded=True)
+
+
+def _capture(executor: GpuExecutor, shapes: list[Shape], progress: Progress) -> None:
+    """Capture as many graphs as memory allows: what has none runs eagerly."""
+    for done, shape in enumerate(shapes):
+        progress("capturing graphs", done / len(shapes))
+        captured = memory.guard(partial(executor.capture, shape))
+        if isinstance(captured, memory.Failure):
+            log.warning("%d of %d graphs captured, the rest runs eagerly: %s", done, len(shapes), captured.reason)
+            return
 
 
 def warm_plans(limits: Limits, sink: int) -> Iterator[StepPlan]:
@@ -85,7 +107,7 @@ def _work(limits: Limits, sink: int, slot: int, start: int, tokens: int, params:
         epoch=0,
         slot=slot,
         start=start,
-        tokens=(0,) * tokens,
+        tokens=tuple(at * 7919 % 1000 for at in range(tokens)),  # rows that are alike would run faster than real ones
         table=(sink,) * blocks,
         known=None,
         samples=(Sample(child=slot, seed=0, index=0),),

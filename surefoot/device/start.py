@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -58,9 +59,12 @@ def open_device(config: EngineConfig, *, progress: Progress) -> Device:
     )
     limits = _limits(plan, spec, device, config)
 
+    began = time.perf_counter()
+
     def start() -> tuple[Executor, StepTime | None]:
         tensors = _tensors(found, spec, config, dtype, device, progress)
         network = network_type.load(spec, tensors, device=device, dtype=dtype, quantization=config.quantization)
+        log.info("weights loaded after %.1f s", time.perf_counter() - began)
         progress("warming up", 0.0)
         if device.type == "cuda":
             from surefoot.device.gpu_start import start_gpu  # Triton comes along, and is not there on every machine

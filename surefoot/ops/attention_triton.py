@@ -109,12 +109,21 @@ def _plan_decode(lengths, chunk_out, first, row_of, rows, spread, MAX_ROWS: tl.c
 
 
 def decode(
-    q: Tensor, kv: Tensor, block_table: Tensor, lengths: Tensor, plan: DecodePlan, *, scale: float, out: Tensor
+    q: Tensor,
+    kv: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    plan: DecodePlan,
+    *,
+    scale: float,
+    out: Tensor,
+    keep_padding: bool = False,
 ) -> None:
     """One query per row: `q` [rows, heads, head_dim] (rows may be strided) into `out` [rows, heads, head_dim].
 
     `kv` [blocks, 2, block_size, kv_heads, head_dim] one layer of the cache; `block_table` [rows, blocks] int32;
-    `lengths` [rows] int32 with this token; `plan` as left by `plan_decode` for these lengths. Padding rows give zeros.
+    `lengths` [rows] int32 with this token; `plan` as left by `plan_decode` for these lengths. Padding rows
+    give zeros, or with `keep_padding` leave what is there: in a mixed step it belongs to rows of prefill.
     """
     rows, heads, dim = q.shape
     kv_heads = kv.shape[3]
@@ -146,7 +155,14 @@ def decode(
         num_stages=DECODE_STAGES,
     )
     _combine[(rows, heads)](
-        plan.first, plan.partial, plan.weight, out, DIM=dim, TILE_DIM=triton.next_power_of_2(dim), TILE=32
+        plan.first,
+        plan.partial,
+        plan.weight,
+        out,
+        KEEP=keep_padding,
+        DIM=dim,
+        TILE_DIM=triton.next_power_of_2(dim),
+        TILE=32,
     )
 
 
@@ -256,7 +272,9 @@ def _absorb(scores, values, best, total, result):
 
 
 @triton.jit
-def _combine(first, partial, weight, out, DIM: tl.constexpr, TILE_DIM: tl.constexpr, TILE: tl.constexpr):
+def _combine(
+    first, partial, weight, out, KEEP: tl.constexpr, DIM: tl.constexpr, TILE_DIM: tl.constexpr, TILE: tl.constexpr
+):
     """Join the works of one row and head, TILE at a time: a mean weighted by the sums of exponentials."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -265,7 +283,7 @@ def _combine(first, partial, weight, out, DIM: tl.constexpr, TILE_DIM: tl.conste
     end = tl.load(first + row + 1)
     column = tl.arange(0, TILE_DIM)
     target = out + (row * heads + head) * DIM + column
-    if end - begin == 1:
+    if end - begin == 1 or (KEEP and end == begin):
         return
     best = float("-inf")
     total = 0.0
