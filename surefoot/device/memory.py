@@ -107,7 +107,7 @@ def _classify(reason: str, trace: str, asked: int | None, *, memory: bool, uncle
     free = free_memory(fresh=True)
     if not usable:
         kind = FailureKind.LOST
-    elif memory or (unclear and free < SLIM):
+    elif memory or (unclear and free_memory(mapped=True) < SLIM):
         kind = FailureKind.OOM
     else:
         kind = FailureKind.FAULT
@@ -169,8 +169,9 @@ def measure(device: torch.device | None = None) -> MachineMemory:
 _last: tuple[float, int] = (-1.0, 0)
 
 
-def free_memory(*, fresh: bool = False) -> int:
-    """Bytes that this process could still allocate on the CPU; cheap enough to be read every step.
+def free_memory(*, fresh: bool = False, mapped: bool = False) -> int:
+    """Bytes that this process could still allocate on the CPU, or map (code of kernels is mapped: malloc's idle heap
+    is no use to it); cheap enough to be read every step.
 
     What the machine and the cgroup have is remembered for 10 ms. Limits on the process are read every time: they can
     be set from outside at any moment (`prlimit --as`), and reading them takes microseconds.
@@ -184,7 +185,8 @@ def free_memory(*, fresh: bool = False) -> int:
     if not limits:
         return max(0, _last[1])
     # What malloc holds and nobody uses counts as used by the limit, and can be used again all the same.
-    return max(0, min([_last[1], *(bound - used + _idle_heap() for bound, used in limits)]))
+    idle = 0 if mapped else _idle_heap()
+    return max(0, min([_last[1], *(bound - used + idle for bound, used in limits)]))
 
 
 class _MallInfo(ctypes.Structure):

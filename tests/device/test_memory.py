@@ -55,6 +55,16 @@ def test_an_unclear_error_without_headroom_is_oom(monkeypatch: pytest.MonkeyPatc
     assert failure.kind is FailureKind.OOM
 
 
+def test_idle_heap_is_no_room_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unclear error is OOM where little more can be mapped, however much malloc holds: kernels' code is mapped."""
+    monkeypatch.setattr(memory, "_rlimits", lambda: [(GIB, GIB - MIB)])
+    monkeypatch.setattr(memory, "_idle_heap", lambda: GIB)
+    assert memory.free_memory(mapped=True) == MIB < memory.free_memory()
+    failure = memory.guard(_bug)
+    assert isinstance(failure, memory.Failure)
+    assert failure.kind is FailureKind.OOM
+
+
 def test_the_probe_decides_that_a_device_is_lost() -> None:
     """Where the probe fails with anything but memory the device is LOST, whatever the first error said."""
     failure = memory.guard(_memory_error, probe=_bug)
