@@ -36,7 +36,7 @@ Dtype = Annotated[Text, _option(MODEL, "auto (what this device is fast at), floa
 Device = Annotated[Text, _option(MODEL, "auto, cpu or cuda.", "DEVICE")]
 Quantization = Annotated[Text, _option(MODEL, "none, or int8: weights of 8 bits per channel, faster decoding.", "KIND")]
 LoadFormat = Annotated[Text, _option(MODEL, "auto, or dummy: random weights, for trying sizes out.", "FORMAT")]
-Seed = Annotated[Text, _option(MODEL, "Seed of what is random at start (default 0); requests bring their own.", "N")]
+Seed = Annotated[Text, _option(MODEL, "Seed of what is random at start; requests bring their own (default: 0).", "N")]
 MaxModelLen = Annotated[
     Text, _option(MEMORY, "Tokens of prompt and answer together, such as 4096 or 32K (default: what fits).", "TOKENS")
 ]
@@ -49,7 +49,11 @@ MaxNumSeqs = Annotated[
 BlockSize = Annotated[Text, _option(MEMORY, "Tokens of a KV cache block (default: 16 on CPU, 128 on GPU).", "TOKENS")]
 Memory = Annotated[
     Text,
-    _option(MEMORY, "For weights, activations and KV cache together, such as 2GiB (default: what is free).", "SIZE"),
+    _option(
+        MEMORY,
+        "For weights, activations and KV cache together, such as 2GiB (default: free less 1GiB, 4GiB at most on CPU).",
+        "SIZE",
+    ),
 ]
 GpuMemoryUtilization = Annotated[
     Text, _option(MEMORY, "The same as a fraction of the GPU's memory, such as 0.4; --memory is preferred.", "FRACTION")
@@ -92,7 +96,7 @@ def serve(
     context: typer.Context,
     model: ModelName = None,
     host: Annotated[Text, _option(SERVER, "Address to listen on (default: 127.0.0.1).", "ADDRESS")] = None,
-    port: Annotated[Text, _option(SERVER, "Port to listen on (default: 8000; 0: any free one).", "PORT")] = None,
+    port: Annotated[Text, _option(SERVER, "Port to listen on; 0 is any free one (default: 8000).", "PORT")] = None,
     served_model_name: Annotated[
         Texts, _option(SERVER, "Name of the model in the API; give it again for further names.", "NAME")
     ] = None,
