@@ -12,11 +12,13 @@ The worker is a process of its own that imports nothing of the script, so no `if
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import sys
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -30,8 +32,8 @@ from surefoot.api import settings
 from surefoot.api.detok import Detokenizer
 from surefoot.api.tokenizer import Tokenizer, load_tokenizer
 from surefoot.bridge.client import EngineClient, RequestHandle
-from surefoot.errors import InvalidRequest, RequestError
-from surefoot.sampling import check_token_ids, validate
+from surefoot.errors import EngineFailure, InvalidRequest, RequestError
+from surefoot.sampling import check_token_ids, shown, validate
 from surefoot.spec import read_generation_defaults
 from surefoot.types import Emitted, Sampled, SamplingParams
 
@@ -140,7 +142,7 @@ class LLM:
         use_progress: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list of them. Errors are those of `generate`."""
-        chats = [messages] if messages and isinstance(messages[0], dict) else messages
+        chats: Sequence[Any] = [messages] if _is_chat(messages) else messages
         params = _per_prompt(sampling_params, self.default_sampling_params, len(chats))
         jobs = [self._chat_job(chat, each) for chat, each in zip(chats, params, strict=True)]
         return self._run(jobs, use_progress=use_progress)
@@ -158,15 +160,25 @@ class LLM:
     def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
         if isinstance(prompt, str):
             return self._fit(prompt, self.tokenizer.encode(prompt), params)
+        if not _is_list(prompt):
+            raise InvalidRequest(f"A prompt is a text or a list of token ids, got {shown(prompt)}.", param="prompt")
         check_token_ids("prompt", prompt, self.tokenizer.token_count)
         return self._fit(None, list(prompt), params)
 
     def _chat_job(self, messages: Any, params: SamplingParams) -> _Job:
+        if not _is_list(messages) or not all(isinstance(message, dict) for message in messages):
+            raise InvalidRequest(
+                f"A conversation is a list of {{'role': …, 'content': …}}, got {shown(messages)}.", param="messages"
+            )
         text = self.tokenizer.render_chat(list(messages), add_generation_prompt=True)
         job = self._fit(text, self.tokenizer.encode(text, add_special_tokens=False), params)
         return msgspec.structs.replace(job, reply_prefix=self.tokenizer.reply_prefix)
 
     def _fit(self, text: str | None, ids: list[int], params: SamplingParams) -> _Job:
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(
+                f"Sampling parameters are SamplingParams, got {shown(params)}.", param="sampling_params"
+            )
         params = validate(params, token_count=self.tokenizer.token_count)
         room = self.max_model_len - len(ids)
         wanted = params.max_tokens if params.max_tokens is not None else max(room, 1)
@@ -317,17 +329,30 @@ class LoopThread:
     """
 
     def __init__(self) -> None:
+        self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="surefoot", daemon=True)
         self._thread.start()
 
-    def start(self, work: Coroutine[Any, Any, T]) -> Any:
-        """Run `work` there; returns a concurrent.futures.Future."""
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run `work` there. Raises EngineFailure where nothing runs any more."""
+        if not self.here or self._loop.is_closed():
+            work.close()
+            raise EngineFailure(
+                "This LLM is closed. Make another one."
+                if self.here
+                else "This LLM belongs to the process that made it, not to a fork. Make one here."
+            )
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
+    @property
+    def here(self) -> bool:
+        """False in a forked child, which has a copy of the loop and not its thread."""
+        return os.getpid() == self._pid
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` there and wait. Interrupting the wait cancels it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Run `work` there and wait. Interrupting the wait cancels it. Raises EngineFailure as `start` does."""
+        future = self.start(work)
         try:
             return future.result()
         except BaseException:
@@ -350,22 +375,35 @@ async def _cancel_others() -> None:
 
 
 def _close(loop: LoopThread, client: EngineClient) -> None:
+    if not loop.here:  # a fork leaves the worker to its parent
+        return
     loop.run(client.stop("The LLM was closed before the request was done."))
     loop.stop()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A text and a list of ids are one prompt each; anything else is a list of prompts."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    """A list is several prompts unless it begins with a token id; all else is one prompt, good or bad."""
+    if not _is_list(prompts) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _is_chat(messages: Any) -> bool:
+    """Whether this is one conversation, good or bad, rather than a list of them."""
+    return not _is_list(messages) or bool(messages and not _is_list(messages[0]))
+
+
+def _is_list(value: object) -> bool:
+    """Texts and bytes are sequences too, but never of prompts, ids or messages."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
 
 
 def _per_prompt(
     params: SamplingParams | Sequence[SamplingParams] | None, default: SamplingParams, count: int
 ) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or default] * count
+    if params is None or not _is_list(params):  # what is no SamplingParams is refused where it meets its prompt
+        return [default if params is None else params] * count  # type: ignore[list-item]
+    assert not isinstance(params, SamplingParams)
     if len(params) != count:
         raise InvalidRequest(
             f"{len(params)} sampling parameters were given for {count} prompts.", param="sampling_params"

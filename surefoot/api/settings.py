@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from surefoot.config import EngineConfig, ServerConfig, parse_bytes, parse_tokens
 from surefoot.errors import ConfigError
 
@@ -201,7 +199,7 @@ def _read(name: str, value: Any, source: str) -> Any:
 
 def _plain(value: Any, source: str) -> str:
     if not isinstance(value, str | int | float):
-        raise ConfigError(f"{source}: a plain value is wanted, not {msgspec.json.encode(value).decode()}.")
+        raise ConfigError(f"{source}: a plain value is wanted, not {value!r}.")
     return str(value)
 
 

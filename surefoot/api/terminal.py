@@ -14,7 +14,7 @@ from rich.console import Console
 
 from surefoot.api.offline import LLM, Message
 from surefoot.api.progress import loading_bar
-from surefoot.errors import EngineFailure, RequestError
+from surefoot.errors import ConfigError, EngineFailure, RequestError
 from surefoot.types import SamplingParams
 
 GENERATE_MAX_TOKENS = 128
@@ -61,9 +61,18 @@ class Remote:
         try:
             reply = self._client.get("models")
         except httpx.HTTPError as error:
-            raise EngineFailure(f"No server answers at {self._client.base_url}: {error}.") from error
+            raise EngineFailure(f"No server answers at {self._client.base_url}: {error}") from error
         _check(reply)
-        return str(reply.json()["data"][0]["id"])
+        try:
+            return str(reply.json()["data"][0]["id"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise self._foreign() from error
+
+    def _foreign(self) -> EngineFailure:
+        return EngineFailure(
+            f"What answers at {self._client.base_url} is no OpenAI-compatible server. "
+            "--url names its base, such as http://127.0.0.1:8000/v1."
+        )
 
     def _events(self, path: str, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
         body = {"model": self._model, "stream": True, **self._sampling, **fields}
@@ -71,14 +80,24 @@ class Remote:
             with self._client.stream("POST", path, json=body) as reply:
                 _check(reply)
                 for line in reply.iter_lines():
-                    if not line.startswith("data: ") or line == "data: [DONE]":
-                        continue
-                    event = json.loads(line.removeprefix("data: "))
-                    if "error" in event:
-                        raise EngineFailure(event["error"]["message"])
-                    yield from event["choices"]
+                    if line == "data: [DONE]":
+                        return
+                    if line.startswith("data: "):
+                        yield from self._choices(line.removeprefix("data: "))
         except httpx.HTTPError as error:
-            raise EngineFailure(f"The server at {self._client.base_url} went away: {error}.") from error
+            raise EngineFailure(f"The server at {self._client.base_url} went away: {error}") from error
+        raise EngineFailure(f"The server at {self._client.base_url} broke off in the middle of its answer.")
+
+    def _choices(self, data: str) -> list[dict[str, Any]]:
+        """What one event brings. Raises EngineFailure for an error event, or for what is no event of this protocol."""
+        try:
+            event = json.loads(data)
+            if "error" not in event:
+                return list(event["choices"])
+            message = str(event["error"]["message"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise self._foreign() from error
+        raise EngineFailure(message)
 
 
 def _check(reply: httpx.Response) -> None:
@@ -99,7 +118,11 @@ def open_source(options: Mapping[str, Any], sampling: Mapping[str, Any]) -> Iter
         key = options.get("api_key") or os.environ.get("SUREFOOT_API_KEY", "")
         url = options["url"].rstrip("/") + "/"
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        with httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(600.0, connect=10.0)) as client:
+        try:
+            client = httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(600.0, connect=10.0))
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"--url {options['url']}: {error}. It looks like http://127.0.0.1:8000/v1.") from error
+        with client:
             yield Remote(client, options.get("model"), sampling)
         return
     engine = {name: options[name] for name in ENGINE if options.get(name) is not None}

@@ -16,7 +16,7 @@ import pytest
 
 import surefoot
 from surefoot import LLM, SamplingParams
-from surefoot.errors import ConfigError, InvalidRequest, ModelNotFound
+from surefoot.errors import ConfigError, EngineFailure, InvalidRequest, ModelNotFound
 
 pytestmark = pytest.mark.slow
 GREEDY = SamplingParams(temperature=0, max_tokens=5)
@@ -150,6 +150,47 @@ def test_bad_requests_are_refused_before_they_run(llm: LLM, prompt: object, para
     assert llm._client.snapshot.steps == steps
 
 
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        (None, GREEDY, "prompt is a text or a list"),
+        (5, GREEDY, "prompt is a text or a list"),
+        (b"bytes", GREEDY, "prompt is a text or a list"),
+        (["text", 5], GREEDY, "prompt is a text or a list"),
+        ([5, "text"], GREEDY, "integer"),
+        ("Hi", {"max_tokens": 3, "seed": 1}, "are SamplingParams"),
+        ("Hi", ["max_tokens"], "are SamplingParams"),
+    ],
+)
+def test_things_of_another_kind_are_refused(llm: LLM, prompt: object, params: object, message: str) -> None:
+    """What is no prompt or no parameters raises InvalidRequest that says what would be."""
+    with pytest.raises(InvalidRequest, match=message):
+        llm.generate(prompt, params)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("messages", ["Hello", None, ["Hello"], [["Hello"]], [{"role": "user", "content": "a"}, "b"]])
+def test_what_is_no_conversation_is_refused(llm: LLM, messages: object) -> None:
+    """A chat takes lists of messages only, and says so."""
+    with pytest.raises(InvalidRequest, match="conversation is a list"):
+        llm.chat(messages, GREEDY)  # type: ignore[arg-type]
+
+
+def test_a_forked_child_is_refused_and_leaves_the_engine_alone(llm: LLM) -> None:
+    """In a fork the parent's LLM raises at once, also on close; the parent goes on as before."""
+    before = text(llm, "The capital of France is")
+    child = os.fork()
+    if child == 0:
+        refused = False
+        try:
+            llm.generate("Hi", GREEDY, use_progress=False)
+        except EngineFailure as error:
+            refused = "fork" in error.message
+        llm.close()
+        os._exit(0 if refused else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert text(llm, "The capital of France is") == before
+
+
 def test_max_tokens_none_goes_to_the_end_of_the_context(llm: LLM) -> None:
     """Without max_tokens the output may fill the context."""
     ids = llm.tokenizer.encode("word " * 2000)[:503]
@@ -181,6 +222,17 @@ def test_a_plain_script_needs_no_main_guard_and_leaves_nothing(tmp_path: Path) -
     assert answer == " Paris"
     assert "Traceback" not in result.stderr and "Task" not in result.stderr
     assert not psutil.pid_exists(int(pid))
+
+
+def test_a_closed_llm_says_so() -> None:
+    """After close every call raises EngineFailure, and closing again is fine."""
+    with LLM(max_model_len=256, max_num_seqs=1) as model:
+        pass
+    model.close()
+    with pytest.raises(EngineFailure, match="closed"):
+        model.generate("Hi", GREEDY)
+    with pytest.raises(EngineFailure, match="closed"):
+        next(model.stream("Hi", GREEDY))
 
 
 def test_an_abandoned_llm_ends_its_worker() -> None:

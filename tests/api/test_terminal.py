@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from surefoot.api import terminal
-from surefoot.errors import EngineFailure
+from surefoot.errors import ConfigError, EngineFailure
 
 Handler = Any
 
@@ -81,6 +81,34 @@ def test_a_server_that_goes_away_is_told() -> None:
 
     with pytest.raises(EngineFailure, match="went away"):
         list(remote(handler).complete("x"))
+
+
+@pytest.mark.parametrize(
+    "events", [["{not json", "[DONE]"], [{"choices": None}, "[DONE]"], [["list"], "[DONE]"], [{"error": "text"}]]
+)
+def test_what_speaks_another_protocol_is_told(events: list[Any]) -> None:
+    """Events that are not OpenAI's are an EngineFailure that shows a proper --url, not a traceback."""
+    with pytest.raises(EngineFailure, match="no OpenAI-compatible server"):
+        list(remote(lambda request: sse(*events)).complete("x"))
+
+
+@pytest.mark.parametrize("answer", ["<html>", "[]", '{"data": []}', '{"data": null}'])
+def test_a_server_without_models_is_told(answer: str) -> None:
+    """A 200 that lists no model is an EngineFailure that shows a proper --url."""
+    with pytest.raises(EngineFailure, match="no OpenAI-compatible server"):
+        remote(lambda request: httpx.Response(200, text=answer), model=None)
+
+
+def test_a_stream_that_breaks_off_is_told() -> None:
+    """An answer that ends without [DONE] is not shown as a whole one."""
+    with pytest.raises(EngineFailure, match="broke off"):
+        list(remote(lambda request: sse({"choices": [{"text": "a"}]})).complete("x"))
+
+
+def test_a_url_that_is_none_is_told() -> None:
+    """A --url that cannot be read is a ConfigError that quotes it."""
+    with pytest.raises(ConfigError, match=r"--url http://\[::1"), terminal.open_source({"url": "http://[::1"}, {}):
+        pass
 
 
 class Scripted:
