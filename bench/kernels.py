@@ -310,86 +310,27 @@ def sweep(report: Report) -> None:
 
 
 def linear(report: Report) -> None:
-    """One row with fused neighbours, against cuBLAS; weights rotate."""
-    totals = {"cuBLAS": 0.0, "linear": 0.0, "fused": 0.0}
+    """One row against cuBLAS; weights rotate."""
+    totals = {"cuBLAS": 0.0, "linear": 0.0}
     for name, (width, size) in {**LAYER_LINEARS, "lm_head": (VOCABULARY, HIDDEN)}.items():
-        times = _linear(report, name, width, size)
-        for kind, us in times.items():
+        weights = [random(width, size) for _ in range(copies(width * size * 2))]
+        x, out = random(1, size), poisoned(1, width)
+        linear_triton.linear(x, weights[0], None, out)
+        report.check(f"linear {name}", reference.relative(out, x.double() @ weights[0].double().T))
+        calls: dict[str, Callable[[Tensor], object]] = {
+            "cuBLAS": partial(F.linear, x),
+            "linear": partial(_linear, x, out),
+        }
+        for kind, call in calls.items():
+            us = replay([partial(call, weight) for weight in weights])
             report.time(f"{kind} {name}", us, moved=width * size * 2)
             totals[kind] += us * (1 if name == "lm_head" else 40)
     for kind, total in totals.items():
-        report.time(f"{kind}: 40 layers and head, one row", total, moved=9.4e9 * 2)
+        report.time(f"{kind}: 40 layers and head, one row", total, moved=18_800_000_000)
 
 
-def _linear(report: Report, name: str, width: int, size: int) -> dict[str, float]:
-    weights = [random(width, size) for _ in range(copies(width * size * 2))]
-    x, out = random(1, size), poisoned(1, width)
-    linear_triton.linear(x, weights[0], None, out)
-    report.check(f"linear {name}", reference.relative(out, x.double() @ weights[0].double().T))
-    fused, error = _fused(name, x, weights[0])
-    fused(weights[0])
-    report.check(f"fused {name}", error())
-    calls: dict[str, Callable[[Tensor], object]] = {
-        "cuBLAS": lambda weight: F.linear(x, weight),
-        "linear": lambda weight: linear_triton.linear(x, weight, None, out),
-        "fused": fused,
-    }
-    return {kind: replay([partial(call, weight) for weight in weights]) for kind, call in calls.items()}
-
-
-def _fused(name: str, x: Tensor, weight: Tensor) -> tuple[Callable[[Tensor], None], Callable[[], float]]:
-    """The variant of a layer's product that takes its neighbours in, and its error after one call."""
-    norm = random(x.shape[1])
-    normed = reference.rms(x, norm, EPS)
-    out = random(1, weight.shape[0] // (2 if name == "gate_up" else 1))
-    if name == "gate_up":
-        expected = reference.swiglu(normed @ weight.double().T)
-        call = partial(linear_triton.norm_gate_up, x, norm, EPS, out=out)
-    elif name in ("qkv", "lm_head"):
-        expected = normed @ weight.double().T
-        call = partial(linear_triton.norm_linear, x, norm, EPS, bias=None, out=out)
-    else:
-        expected = out.double() + x.double() @ weight.double().T
-        call = partial(linear_triton.linear_add, x, bias=None, hidden=out)
-    return (lambda matrix: call(weight=matrix)), (lambda: reference.relative(out, expected))
-
-
-def tiles(report: Report) -> None:
-    """The one-row product over tile shapes, fused as in the layer; finds what `tile_of` should say."""
-    chosen = linear_triton.tile_of
-    for name, (width, size) in {**LAYER_LINEARS, "lm_head": (VOCABULARY, HIDDEN)}.items():
-        weights = [random(width, size) for _ in range(copies(width * size * 2))]
-        call, _ = _fused(name, random(1, size), weights[0])
-        results = []
-        for tile in ((1, 1024, 4), (1, 2048, 4), (1, 4096, 8), (2, 1024, 4), (2, 2048, 8), (4, 1024, 8)):
-            linear_triton.tile_of = partial(_fixed, tile)
-            results.append((replay([partial(call, weight) for weight in weights]), tile))
-        print(f"      {name}: " + "  ".join(f"{us:.1f} {tile}" for us, tile in sorted(results)), flush=True)
-        report.rows.append({"kernel": f"tiles {name}", "results": sorted(results)})
-        del weights
-    linear_triton.tile_of = chosen
-
-
-def _fixed(tile: tuple[int, int, int], *_: int, **__: bool) -> tuple[int, int, int]:
-    return tile
-
-
-def skinny(report: Report) -> None:
-    """Two to sixteen rows against cuBLAS."""
-    for name, (width, size) in LAYER_LINEARS.items():
-        weights = [random(width, size) for _ in range(copies(width * size * 2))]
-        for rows in (2, 16):
-            _skinny(report, f"{name} {rows}", weights, random(rows, size))
-
-
-def _skinny(report: Report, name: str, weights: list[Tensor], x: Tensor) -> None:
-    out = poisoned(x.shape[0], weights[0].shape[0])
-    linear_triton.linear_skinny(x, weights[0], None, out)
-    report.check(f"linear_skinny {name}", reference.relative(out, x.double() @ weights[0].double().T))
-    moved = weights[0].nbytes
-    report.time(f"cuBLAS {name}", replay([partial(F.linear, x, weight) for weight in weights]), moved=moved)
-    calls = [partial(linear_triton.linear_skinny, x, weight, None, out) for weight in weights]
-    report.time(f"linear_skinny {name}", replay(calls), moved=moved)
+def _linear(x: Tensor, out: Tensor, weight: Tensor) -> None:
+    linear_triton.linear(x, weight, None, out)
 
 
 def draw(report: Report) -> None:
@@ -432,9 +373,6 @@ def _draw(report: Report, rows: int) -> None:
     off = [abs(float(x[ids].min()) - float(t)) for x, ids, t in zip(scaled, kept, drawn.threshold, strict=False)]
     report.check(f"draw {rows}: thresholds", max(off), 1e-5)
     report.time(f"draw {rows}, top_k 50 top_p 0.9", replay(limited), moved=moved)
-    out = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
-    gather = partial(sampling.gather_inputs, pool, how.slot, how.position, out)
-    report.time(f"gather_inputs {rows}", replay([gather]))
 
 
 SECTIONS: dict[str, Callable[[Report], None]] = {
@@ -443,24 +381,20 @@ SECTIONS: dict[str, Callable[[Report], None]] = {
     "decode": decode,
     "prefill": prefill,
     "linear": linear,
-    "tiles": tiles,
     "sweep": sweep,
-    "skinny": skinny,
     "draw": draw,
 }
 
 
 def chosen(only: str) -> Iterator[tuple[str, Callable[[Report], None]]]:
-    names = only.split(",") if only else [name for name in SECTIONS if name not in ("tiles", "sweep")]
+    names = only.split(",") if only else [name for name in SECTIONS if name != "sweep"]
     return ((name, SECTIONS[name]) for name in names)
 
 
 def main() -> int:
     """Run the sections asked for; 1 if any kernel was wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--only", default="", help="sections, by commas, of " + ", ".join(SECTIONS) + "; all but tiles and sweep"
-    )
+    parser.add_argument("--only", default="", help="sections, by commas, of " + ", ".join(SECTIONS) + "; all but sweep")
     parser.add_argument("--json", type=Path, help="write all numbers here")
     options = parser.parse_args()
     torch.manual_seed(0)

@@ -351,18 +351,3 @@ def _value(key):
     """The inverse of `_order`."""
     bits = key.to(tl.int32)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
-
-
-def gather_inputs(pool: Tensor, slots: Tensor, positions: Tensor, out: Tensor) -> None:
-    """Input ids `out` [n] int32 from `pool` [slots, positions] at `slots`, `positions` [n]; 0 where the slot is -1."""
-    count = out.shape[0]
-    _gather_inputs[(triton.cdiv(count, 256),)](pool, slots, positions, out, pool.stride(0), count, BLOCK=256)
-
-
-@triton.jit(do_not_specialize=["count"])
-def _gather_inputs(pool, slots, positions, out, pool_stride, count, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slots + at, mask=at < count, other=-1).to(tl.int64)
-    position = tl.load(positions + at, mask=at < count, other=0)
-    token = tl.load(pool + slot * pool_stride + position, mask=slot >= 0, other=0)
-    tl.store(out + at, token, mask=at < count)

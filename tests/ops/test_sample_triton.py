@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from surefoot.ops import sample as plain
-from surefoot.ops.sample_triton import Drawn, Rows, draw, gather_inputs
+from surefoot.ops.sample_triton import Drawn, Rows, draw
 
 TOKENS = 9000
 PADDED = 9008
@@ -100,8 +100,8 @@ def test_forbidden_tokens_and_broken_rows() -> None:
     assert bool(((drawn.token >= 0) & (drawn.token < TOKENS)).all())
 
 
-def test_tokens_reach_the_pool_and_come_back() -> None:
-    """A drawn token is written at its slot and position and nowhere else, and gathered from there."""
+def test_tokens_reach_the_pool() -> None:
+    """A drawn token is written at its slot and position and nowhere else."""
     rows = Rows.allocate(3, CPU)
     rows.slot.copy_(torch.tensor([2, -1, 0]))
     rows.position.copy_(torch.tensor([49, 3, 1]))
@@ -109,6 +109,3 @@ def test_tokens_reach_the_pool_and_come_back() -> None:
     expected = torch.full_like(pool, -9)
     expected[2, 49], expected[0, 1] = drawn.token[0], drawn.token[2]
     assert torch.equal(pool, expected)
-    out = torch.full((3,), -3, dtype=torch.int32)
-    gather_inputs(pool, rows.slot, rows.position, out)
-    assert out.tolist() == [int(drawn.token[0]), 0, int(drawn.token[2])]
