@@ -99,7 +99,7 @@ class GpuExecutor:
         )
 
     def free_memory(self) -> int:
-        """Bytes that a step could still allocate: free on the card, and cached by this process."""
+        """Bytes that are free on the card."""
         return memory.free_memory()
 
     @torch.inference_mode()

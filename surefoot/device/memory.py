@@ -170,13 +170,17 @@ _last: tuple[float, int] = (-1.0, 0)
 
 
 def free_memory(*, fresh: bool = False, mapped: bool = False) -> int:
-    """Bytes that this process could still allocate on the CPU, or map (code of kernels is mapped: malloc's idle heap
-    is no use to it); cheap enough to be read every step.
+    """Bytes that this process could still allocate, or map (code of kernels is mapped: malloc's idle heap is no use to
+    it); cheap enough to be read every step.
+
+    On a GPU that is what the card has free, neighbours counted (6 us); what steps need is reserved besides.
 
     What the machine and the cgroup have is remembered for 10 ms. Limits on the process are read every time: they can
     be set from outside at any moment (`prlimit --as`), and reading them takes microseconds.
     """
     global _last
+    if _cuda_in_use():
+        return int(torch.cuda.mem_get_info()[0])
     now = time.monotonic()
     if fresh or now - _last[0] > CACHE_SECONDS:
         room = [bound - used for bound, used in _cgroups()]
