@@ -26,6 +26,7 @@ from rich.console import Console
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from surefoot import checkpoint
+from surefoot.api.connection import BoundedProtocol
 from surefoot.api.progress import loading_bar
 from surefoot.bridge import logs
 from surefoot.bridge.client import EngineClient
@@ -154,8 +155,11 @@ class Server:
         self._http = HttpServer(
             uvicorn.Config(
                 self._entrance,
+                http=BoundedProtocol,
                 log_config=None,
-                log_level=server.log_level if server.log_level == "debug" else "warning",
+                log_level=server.log_level
+                if server.log_level == "debug"
+                else "error",  # a stranger's noise is no warning
                 access_log=server.log_level == "debug",
                 lifespan="off",
                 ws="none",
