@@ -4,8 +4,8 @@ One decoding row reads every weight once for two operations each: the time is th
 a library's tiles for many rows do not reach it (4.34 TB/s here against 3.80, over a whole GLM-4-9B on an H200).
 
 Two neighbours of this kernel were measured there and left out. With the norm, the gate or the residual fused in it
-takes longer than the small kernels it saves: 110 against 106 us a layer. For 2 to 16 rows a product with the input as its
-narrow side takes as long as cuBLAS or longer.
+takes longer than the small kernels it saves: 110 against 106 us a layer. For 2 to 16 rows a product with the input as
+its narrow side takes as long as cuBLAS or longer.
 """
 
 from __future__ import annotations
