@@ -26,7 +26,7 @@ from surefoot.api.gate import Gate, JsonResponse, error_response
 from surefoot.api.metrics import Metrics
 from surefoot.api.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from surefoot.api.replies import ChatReply, CompletionReply, Reply
-from surefoot.api.serving import Serving
+from surefoot.api.serving import RETRY_AFTER, Serving
 from surefoot.api.sse import EventStream, unless_disconnected
 from surefoot.api.tokenizer import Tokenizer
 from surefoot.config import ServerConfig
@@ -160,8 +160,10 @@ class Api:
         return JsonResponse({"status": "live"})
 
     async def ready(self) -> Response:
-        """200 while a request sent now would be served; else 503."""
+        """200 while a request sent now would be served; else 503, also where requests wait and no step is made."""
         self._serving.check_open()
+        if self._engine.stalled:
+            raise Overloaded("Requests wait, and the engine has made no step for a while.", retry_after=RETRY_AFTER)
         return JsonResponse({"status": "ready"})
 
     async def health(self) -> Response:

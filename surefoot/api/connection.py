@@ -8,6 +8,7 @@ answer        STALL_SECONDS without a byte taken end it, and the request is canc
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from typing import Final
 
@@ -23,6 +24,15 @@ _TOO_LARGE: Final = (
     b"content-type: text/plain; charset=utf-8\r\ncontent-length: 40\r\nconnection: close\r\n\r\n"
     b"The headers of the request are too long."
 )
+
+
+def without_upgrade(data: bytes) -> bytes:
+    """The head of a request without the offer to change to HTTP/2 or a WebSocket, which a server may ignore.
+
+    Java's client makes one by default, and the parser would stop there and lose the body.
+    """
+    head, end, body = data.partition(b"\r\n\r\n")
+    return re.sub(rb"(?i)\r\nupgrade:", b"\r\nx-upgrade:", head) + end + body
 
 
 class Deadline:
@@ -68,6 +78,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._head += len(data)
             if not self._sending.running:
                 self._sending.start(HEAD_SECONDS)
+            data = without_upgrade(data)
         super().data_received(data)
         if self.transport.is_closing():
             return

@@ -37,6 +37,11 @@ class Engine(Protocol):
     @property
     def alive(self) -> bool: ...
 
+    @property
+    def stalled(self) -> bool:
+        """True while requests wait and no step has been made for a long time."""
+        ...
+
     def submit(self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0, salt: str = "") -> Handle:
         """Admit a request with `seed` and `max_tokens` set. Raises Overloaded or EngineFailure."""
         ...

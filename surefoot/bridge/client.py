@@ -23,6 +23,8 @@ from surefoot.types import Emitted, Event, Failed, Request, SamplingParams, Snap
 
 RETRY_AFTER = 5
 """Seconds after which a client refused for a full queue may come again."""
+STALL_SECONDS = 10.0
+"""How long a worker with requests may be silent before the server no longer counts as ready."""
 REAP_SECONDS = 2.0
 """How long a worker that closed its socket, or was told to stop, may take to be gone before it is killed."""
 
@@ -140,6 +142,7 @@ class EngineClient:
         self._ids = itertools.count(1)
         self._idle = asyncio.Event()
         self._idle.set()
+        self._heard = 0.0  # loop time of the last message, or of the first request after a quiet time
         self._fatal: wire.Fatal | None = None
         self._lost: str | None = None
         self._gone = False
@@ -268,7 +271,12 @@ class EngineClient:
     @property
     def ready(self) -> bool:
         """True when a request sent now would be served."""
-        return self.alive and not self.draining
+        return self.alive and not self.draining and not self.stalled
+
+    @property
+    def stalled(self) -> bool:
+        """True while requests wait for a worker that has told of no step for STALL_SECONDS; it may come back."""
+        return bool(self._handles) and asyncio.get_running_loop().time() - self._heard > STALL_SECONDS
 
     @property
     def in_flight(self) -> int:
@@ -295,6 +303,8 @@ class EngineClient:
         self._admit(len(prompt))
         request = Request(id=next(self._ids), prompt=wire.pack_ids(prompt), params=params, priority=priority, salt=salt)
         self._send(wire.Add(request=request))
+        if not self._handles:
+            self._heard = asyncio.get_running_loop().time()
         handle = self._handles[request.id] = RequestHandle(self, request)
         self._idle.clear()
         return handle
@@ -351,6 +361,7 @@ class EngineClient:
         cause = ""
         try:
             while (message := await self._receive()) is not None:
+                self._heard = asyncio.get_running_loop().time()
                 if isinstance(message, wire.Step):
                     self.snapshot = message.snapshot
                     self._dispatch(message.events)

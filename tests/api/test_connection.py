@@ -22,10 +22,14 @@ class Application:
 
     def __init__(self) -> None:
         self.gone = 0
+        self.body = b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        while (await receive()).get("more_body"):
-            pass
+        more = True
+        while more:
+            message = await receive()
+            self.body += message.get("body", b"")
+            more = message.get("more_body", False)
         if scope["path"] != "/endless":
             await send(OK)
             await send({"type": "http.response.body", "body": b"ok"})
@@ -86,6 +90,21 @@ def test_long_headers_are_refused() -> None:
     refused, answered = asyncio.run(run())
     assert refused.startswith(b"HTTP/1.1 431 ")
     assert answered.startswith(b"HTTP/1.1 200 ")
+
+
+def test_an_offer_to_upgrade_is_ignored() -> None:
+    """A request that offers HTTP/2 is answered in HTTP/1.1, with its body read."""
+    offer = b"Connection: Upgrade, HTTP2-Settings, close\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+    request = b"POST / HTTP/1.1\r\nHost: x\r\n" + offer + b"Content-Length: 4\r\n\r\nbody"
+
+    async def run() -> tuple[bytes, bytes]:
+        application = Application()
+        async with served(application) as port, connected(port, request) as (reader, _):
+            return await asyncio.wait_for(reader.read(), 5), application.body
+
+    answer, body = asyncio.run(run())
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert body == b"body"
 
 
 @pytest.mark.parametrize(

@@ -342,6 +342,16 @@ def test_dead_engine(http: httpx.Client, engine: FakeEngine) -> None:
     assert http.post("/v1/completions", json=TEXTS).status_code == 503
 
 
+def test_stalled_engine(http: httpx.Client, engine: FakeEngine) -> None:
+    """While no step is made readiness is gone, in the metrics too; liveness is not, and new work may still queue."""
+    engine.stalled = True
+    assert http.get("/health/ready").status_code == 503
+    (ready,) = (line for line in http.get("/metrics").text.splitlines() if line.startswith("surefoot:ready"))
+    assert ready.endswith(" 0.0")
+    assert http.get("/health/live").status_code == http.get("/health").status_code == 200
+    assert http.post("/v1/completions", json=TEXTS).status_code == 200
+
+
 # ---- leaving --------------------------------------------------------------------------------------------------------
 
 

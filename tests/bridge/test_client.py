@@ -62,6 +62,22 @@ async def test_a_request_runs_to_its_end() -> None:
         assert client.snapshot.tokens_emitted == 8
 
 
+async def test_a_worker_that_makes_no_step_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ready turns false while a request waits and nothing is heard, and true again with the next step."""
+    monkeypatch.setattr("surefoot.bridge.client.STALL_SECONDS", 0.1)
+    worker = ThreadWorker(GatedExecutor)
+    async with running(worker) as client:
+        await asyncio.sleep(0.2)
+        assert client.ready and not client.stalled  # idle is not stalled
+        handle = client.submit([5, 6], params())
+        assert client.ready
+        await eventually(lambda: client.stalled and not client.ready)
+        assert client.alive
+        worker.executor.open.set()  # type: ignore[attr-defined]
+        await tokens(handle)
+        assert client.ready
+
+
 async def test_many_requests_are_told_apart() -> None:
     """Each of many requests at once gets its own tokens."""
     async with running(ThreadWorker()) as client:
