@@ -6,8 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
-from typing import Self
+from contextlib import contextmanager
 
 import httpx
 import psutil
@@ -25,39 +24,14 @@ OUTPUT = 32
 FAULTS = "execute:oom:step=3,execute:oom:step=9,execute:raise:step=15"
 
 
-class Squeeze:
-    """Holds a process's address space, as `prlimit --as` does, at the least that it has used plus `spare` bytes.
-
-    The limit follows what the process gives back, so that every step meets it, and never what a slow step takes.
-    """
-
-    def __init__(self, process: psutil.Process, spare: int) -> None:
-        self._process, self._spare = process, spare
-        self._least = process.memory_info().vms
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._hold)
-
-    def _hold(self) -> None:
-        while not self._over.wait(0.05):
-            used = self._process.memory_info().vms
-            if used < self._least:
-                self._least = used
-                self._limit(used + self._spare)
-
-    def _limit(self, soft: int) -> None:
-        self._process.rlimit(psutil.RLIMIT_AS, (soft, psutil.RLIM_INFINITY))
-
-    def __enter__(self) -> Self:
-        self._limit(self._least + self._spare)
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._over.set()
-        self._thread.join()
-        self._limit(psutil.RLIM_INFINITY)
+@contextmanager
+def squeezed(process: psutil.Process, spare: int) -> Iterator[None]:
+    """Limits a process's address space to what it uses plus `spare` bytes, as `prlimit --as` does."""
+    process.rlimit(psutil.RLIMIT_AS, (process.memory_info().vms + spare, psutil.RLIM_INFINITY))
+    try:
+        yield
+    finally:
+        process.rlimit(psutil.RLIMIT_AS, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +70,7 @@ def witness(server: Server, prompt: str, started: threading.Barrier) -> str:
 def beside_witnesses(server: Server, prompt: str, spare: int) -> tuple[httpx.Response, list[str]]:
     """The reply to `prompt`, sent while eight streams run and only `spare` bytes are left; and what those said."""
     started = threading.Barrier(9)
-    with ThreadPoolExecutor(8) as pool, Squeeze(server.worker(), spare):
+    with ThreadPoolExecutor(8) as pool, squeezed(server.worker(), spare):
         streams = [pool.submit(witness, server, other, started) for other in WITNESSES]
         started.wait(60)
         reply = server.complete(prompt)
@@ -117,7 +91,7 @@ def test_a_step_that_cannot_be_allocated_is_retried_smaller(
     prompt = "The quick brown fox jumps over the lazy dog. " * 120
     plenty = faulty.text(prompt)  # asked elsewhere: a cached prefix would spare the squeezed run its large steps
     failed = server.metric("surefoot:steps_oom_total")
-    reply, said = beside_witnesses(server, prompt, 34 * MIB)
+    reply, said = beside_witnesses(server, prompt, 20 * MIB)
     assert reply.status_code == 200, reply.text
     assert reply.json()["choices"][0]["text"] == plenty
     assert server.metric("surefoot:steps_oom_total") > failed
