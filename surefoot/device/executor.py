@@ -18,6 +18,7 @@ from surefoot.device.inputs import StepInputs, TokenPool, build, control_work
 from surefoot.device.runner import Runner
 from surefoot.device.sampler import Row, Sampler
 from surefoot.faults import Faults
+from surefoot.ops.linear import few_sizes
 from surefoot.plan import QUERY_TILE
 from surefoot.types import FailureKind, RowDone, Sample, Sampled, StepDone, StepFailed, StepPlan, Ticket, Work
 
@@ -67,16 +68,22 @@ class StepExecutor:
         )
 
     def warm_up(self) -> None:
-        """Run a control step and a small prompt: threads start and libraries load now, while there is room for them.
+        """Run control steps and a small prompt: threads start and libraries load now, while there is room for them.
 
-        Both write only to the sink. Raises what the step raised.
+        oneDNN maps code for every number of rows it meets. A step that is tried because nothing larger fits must find
+        its own there, and so must the rows that decode beside it. All write only to the sink. Raises what a step
+        raised.
         """
         cache, most = self.runner.cache, self.pool.tokens.shape[1] - 1
-        tokens = min(QUERY_TILE + 1, most)
         control = control_work(cache, self._control_slot)
-        table = (cache.sink,) * -(-tokens // cache.block_size)
-        prompt = replace(control, tokens=(0,) * tokens, table=table, samples=(Sample(child=0, seed=0, index=0),))
+        row = replace(control, samples=(Sample(child=0, seed=0, index=0),))
+        small = min(cache.block_size + self.pool.tokens.shape[0] - 1, QUERY_TILE)
         self._step(StepPlan(id=0, works=(), control=True))
+        for rows in sorted({few_sizes(rows) for rows in range(1, small + 1)}):
+            self._step(StepPlan(id=0, works=(row,) * rows))
+        tokens = min(QUERY_TILE + 1, most)
+        table = (cache.sink,) * -(-tokens // cache.block_size)
+        prompt = replace(row, tokens=(0,) * tokens, table=table)
         self._step(StepPlan(id=0, works=(prompt,)))
         cache.zero([cache.sink])
 

@@ -60,6 +60,21 @@ class CudaLinear:
         )
 
 
+def few_sizes(rows: int) -> int:
+    """`rows` rounded up to one of few numbers: 1, 2, 3, 4, 6, 8, 12, … 64, 96, 128, 192, … 512, 768, …
+
+    oneDNN makes, and keeps, code and scratch memory for each number of rows it meets. With few of them nearly all are
+    there before memory is short, and those of the smallest steps are never dropped for others.
+    """
+    if rows > 64:
+        step = 32 if rows <= 128 else 64 if rows <= 512 else 256
+        return -(-rows // step) * step
+    if rows < 4:
+        return rows
+    power = 1 << (rows - 1).bit_length()
+    return power * 3 // 4 if rows <= power * 3 // 4 else power
+
+
 class PackedLinear:
     """float32 on CPU, in oneDNN's blocked layout; row-invariant."""
 
@@ -68,7 +83,11 @@ class PackedLinear:
         self.bias = bias
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return _into(out, torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], ""))
+        rows = x.shape[0]
+        if (size := few_sizes(rows)) != rows:
+            x = F.pad(x, (0, 0, 0, size - rows))
+        product = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return _into(out, product[:rows])
 
 
 class Int8Linear:

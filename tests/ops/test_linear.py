@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from surefoot.ops.linear import INT8_MAX_ROWS, Int8Linear, PackedLinear, PlainLinear, make_linear, quantize_int8
+from surefoot.ops.linear import (
+    INT8_MAX_ROWS,
+    Int8Linear,
+    PackedLinear,
+    PlainLinear,
+    few_sizes,
+    make_linear,
+    quantize_int8,
+)
 
 
 @pytest.mark.parametrize("shape", [(96, 48), (48, 112), (960, 576)])
@@ -50,3 +58,22 @@ def test_the_layer_fits_the_dtype() -> None:
     assert isinstance(make_linear(weight), PackedLinear)
     assert isinstance(make_linear(weight, quantization="int8"), Int8Linear)
     assert isinstance(make_linear(weight.bfloat16()), PlainLinear)
+
+
+def test_few_numbers_of_rows_are_ever_met() -> None:
+    """Rows are rounded up to one of 27 numbers up to 2,048, by half at most; those numbers stay what they are."""
+    sizes = {rows: few_sizes(rows) for rows in range(1, 2049)}
+    assert len(set(sizes.values())) == 27
+    assert all(rows <= size and few_sizes(size) == size for rows, size in sizes.items())
+    assert all(size <= 1.5 * rows for rows, size in sizes.items())
+    assert few_sizes(0) == 0
+
+
+@pytest.mark.parametrize("rows", [5, 7, 9, 17, 33, 65, 100])
+def test_rounding_up_changes_no_row(rows: int) -> None:
+    """A number of rows that is rounded up gives each row what it gives alone, and no more rows."""
+    layer = PackedLinear(torch.randn(48, 96), torch.randn(48))
+    x = torch.randn(rows, 96)
+    out = layer(x)
+    assert out.shape == (rows, 48)
+    assert all(torch.equal(out[row : row + 1], layer(x[row : row + 1])) for row in range(rows))
