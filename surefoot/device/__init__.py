@@ -4,7 +4,7 @@ What the libraries below torch read when they load is set here, before torch is 
 
 * threads that wait without spinning: a spinning thread beside a busy process made small products ten times slower;
 * a bound on oneDNN's kernels: it keeps one, with its scratch memory, per weight's shape and number of rows that it met,
-  and 600 different numbers grew the process by 2.4 GB with the default of 1,024. `ops.linear` makes do with 27 numbers,
+  and 600 different numbers grew the process by 2.4 GB with the default of 1,024. `ops.linear` makes do with 26 numbers,
   of which the small ones are met at start and have to stay;
 * one growing segment of GPU memory, so that steps of changing sizes do not fragment it.
 """
