@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from surefoot.device.gpu_range import GpuRange
 from surefoot.spec import ModelSpec
 
 
@@ -24,8 +25,23 @@ class GpuCache:
         self.block_size = block_size
         self.sink = num_blocks
         shape = (num_blocks + 1, spec.num_layers, 2, block_size, spec.num_kv_heads, spec.head_dim)
-        self.data = _one_piece(shape, dtype, device)
+        self._range = GpuRange(torch.Size(shape).numel() * dtype.itemsize, device)
+        self.data = self._range.tensor(shape, dtype)
+        self.hold(num_blocks)
         self._layers = [self.data[:, layer] for layer in range(spec.num_layers)]
+
+    def hold(self, blocks: int) -> None:
+        """Back the first `blocks` blocks, and the sink, with memory; no other block may be used from then on.
+
+        Raises torch.OutOfMemoryError, and changes nothing, where the card has not that much.
+        """
+        size = self.data[0].numel() * self.data.itemsize
+        self._range.hold([(0, blocks * size), (self.sink * size, (self.sink + 1) * size)])
+
+    @property
+    def held(self) -> int:
+        """Bytes of the card that the cache holds now."""
+        return self._range.backed
 
     def layer(self, index: int) -> Tensor:
         """[block, k|v, token, kv_head, head_dim] of one layer."""
@@ -41,13 +57,3 @@ class GpuCache:
         """Clear blocks that a non-finite row wrote: scratch may be stale but never NaN, for 0·NaN is NaN."""
         if blocks:
             self.data[torch.tensor(blocks, device=self.data.device)] = 0
-
-
-def _one_piece(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros by one call to the driver: the growing segment that steps live in maps 2 MiB at a time, 5 s for 37 GiB."""
-    setting = torch.cuda.memory._set_allocator_settings
-    setting("expandable_segments:False")
-    try:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    finally:
-        setting("expandable_segments:True")

@@ -53,8 +53,8 @@ def start_gpu(
     for step in warm_plans(limits, cache.sink):
         log.debug("warm-up: %d rows, %d tokens, %.2f s", len(step.works), step.tokens, _run(executor, step))
     log.info("warm after %.1f s", time.perf_counter() - began)
-    step_time = measure_steps(executor, limits, cache.sink)
     _capture(executor, list(graph_shapes(limits, mixed=backend.graphs)), progress)
+    step_time = measure_steps(executor, limits, cache.sink)
     cache.zero([cache.sink])
     torch.cuda.synchronize()
     executor.faults = faults
