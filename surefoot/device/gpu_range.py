@@ -44,7 +44,7 @@ class GpuRange:
         """Back exactly the extents that meet the byte ranges `parts`; what is new is zero.
 
         All or nothing: raises torch.OutOfMemoryError where the card refuses, and then holds what it held before.
-        The device must not be using what is given back.
+        Waits for the device before anything is given back.
         """
         wanted = {at for begin, end in parts for at in range(begin // EXTENT, -(-end // EXTENT))}
         added: list[int] = []
@@ -57,6 +57,8 @@ class GpuRange:
             raise
         for at in added:
             self._bytes[at * EXTENT : (at + 1) * EXTENT].zero_()
+        if self._backed - wanted:
+            torch.cuda.synchronize(self._device)
         self._unmap(self._backed - wanted)
         self._backed = wanted
 
