@@ -85,9 +85,9 @@ class FlashAttention3:
     graphs = True
 
     def __init__(self, spec: ModelSpec) -> None:
-        from fa3_fwd_interface import flash_attn_with_kvcache
+        import fa3_fwd._C  # noqa: F401 - registers the kernel
 
-        self._kernel = flash_attn_with_kvcache
+        self._kernel = torch.ops.fa3_fwd.fwd  # its Python interface is a custom operator: 4 s of imports at first use
         self._least = fa3_least_queries(spec.num_heads // spec.num_kv_heads, spec.head_dim)
         self._short = Triton(spec)
 
@@ -98,20 +98,26 @@ class FlashAttention3:
         tables, lengths, begins = _of_prefills(step, tables)
 
         def attend(q: Tensor, kv: Tensor, scale: float) -> Tensor:
-            result: Tensor = self._kernel(
-                q,
-                kv[:, 0],
-                kv[:, 1],
-                cache_seqlens=lengths,
-                page_table=tables,
-                cu_seqlens_q=begins,
-                max_seqlen_q=longest,
-                softmax_scale=scale,
-                causal=True,
-            )
-            return result
+            return self.attend(q, kv, tables, lengths, begins, longest=longest, scale=scale)
 
         return attend
+
+    def attend(
+        self, q: Tensor, kv: Tensor, tables: Tensor, lengths: Tensor, begins: Tensor, *, longest: int, scale: float
+    ) -> Tensor:
+        """Causal attention of packed queries [tokens, heads, head_dim] over paged keys and values."""
+        out: Tensor = self._kernel(
+            q,
+            kv[:, 0],
+            kv[:, 1],
+            cu_seqlens_q=begins,
+            seqused_k=lengths,
+            max_seqlen_q=longest,
+            page_table=tables,
+            softmax_scale=scale,
+            is_causal=True,
+        )[0]
+        return out
 
 
 def _of_prefills(step: StepTensors, tables: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,7 +129,7 @@ def _of_prefills(step: StepTensors, tables: Tensor) -> tuple[Tensor, Tensor, Ten
 def choose(spec: ModelSpec, cache: GpuCache) -> Backend:
     """The fastest backend that computes what the oracle does here."""
     triton = Triton(spec)
-    if importlib.util.find_spec("fa3_fwd_interface") is None:
+    if importlib.util.find_spec("fa3_fwd") is None:
         log.info("prefill attention: triton (fa3-fwd is not installed)")
         return triton
     major, _ = torch.cuda.get_device_capability(cache.data.device)
@@ -153,11 +159,7 @@ def _agrees(backend: FlashAttention3, spec: ModelSpec, cache: GpuCache) -> Flash
     length = torch.tensor([tokens], dtype=torch.int32, device=device)
     begins = torch.tensor([0, tokens], dtype=torch.int32, device=device)
     scale = spec.head_dim**-0.5
-    result = backend._kernel(
-        q, layer[:, 0], layer[:, 1], cache_seqlens=length, page_table=table, cu_seqlens_q=begins,
-        max_seqlen_q=tokens, softmax_scale=scale, causal=True,
-    )  # fmt: skip
-    out.copy_(result)
+    out.copy_(backend.attend(q, layer, table, length, begins, longest=tokens, scale=scale))
     expected = attend_reference(q.float(), k.float(), v.float(), start=0, scale=scale)
     cache.zero([cache.sink])
     error = (out.float() - expected).norm() / expected.norm()
