@@ -18,7 +18,7 @@ from torch import Tensor
 from surefoot.device import memory
 from surefoot.device.gpu_cache import GpuCache
 from surefoot.device.gpu_inputs import BlockTables, Draw, Shape, Staging, pack
-from surefoot.device.gpu_runner import PREFILL_ROWS, GpuRunner, finite_tokens
+from surefoot.device.gpu_runner import PREFILL_ROWS, GpuRunner
 from surefoot.device.gpu_sampler import GpuSampler, Outcome, read, to_host
 from surefoot.faults import Faults
 from surefoot.types import (
@@ -136,11 +136,10 @@ class GpuExecutor:
             logits, finite = self._runner.replay(shape)
         else:
             prefills = [(len(work.tokens), work.end) for work in works if len(work.tokens) > 1]
-            hidden = self._runner.forward(tensors, self._tables.device, self._pool, prefills)
+            hidden, finite = self._runner.forward(tensors, self._tables.device, self._pool, prefills)
             if "row:nan" in struck and plan.works:
-                hidden[: len(works[0].tokens)] = torch.nan
-            finite = finite_tokens(hidden)
-            logits = self._runner.logits(hidden, tensors.source) if draws else hidden
+                finite[: len(works[0].tokens)] = False
+            logits = self._runner.logits(hidden) if draws else hidden
         outcome = self._sampler.launch(logits, draws, tensors.rows, self._pool) if draws else None
         token_finite = to_host(finite)
         passed = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -210,12 +209,12 @@ def _decodes_first(works: tuple[Work, ...]) -> tuple[Work, ...]:
 
 
 def _exact_shape(works: Sequence[Work]) -> Shape:
-    """Of an eager step: a sample per draw, nothing padded."""
+    """Of an eager step: a sample per draw (one that goes nowhere where there is none), nothing padded."""
     return Shape(
         tokens=sum(len(work.tokens) for work in works),
         decode_rows=sum(len(work.tokens) == 1 for work in works),
         rows=len(works),
-        samples=sum(len(work.samples) for work in works),
+        samples=max(1, sum(len(work.samples) for work in works)),
     )
 
 

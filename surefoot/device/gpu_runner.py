@@ -47,8 +47,14 @@ class GpuRunner:
         self._graph_memory = torch.cuda.graph_pool_handle()
         self._turns: dict[int, Tensor] = {}
 
-    def forward(self, step: StepTensors, tables: Tensor, pool: Tensor, prefills: Sequence[PrefillRow] = ()) -> Tensor:
-        """Hidden rows [tokens, hidden]; keys and values of these tokens are in the cache afterwards."""
+    def forward(
+        self, step: StepTensors, tables: Tensor, pool: Tensor, prefills: Sequence[PrefillRow] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden rows of the tokens that are sampled from [samples, hidden], and which tokens are finite [tokens].
+
+        Keys and values of all tokens are in the cache afterwards. A token is judged by what the last layer projects of
+        it, which holds all that the cache gets to see.
+        """
         ids = exchange_inputs(step, pool)
         decodes, heads = step.shape.decode_rows, self.spec.num_heads
         row_tables = tables.index_select(0, step.row_slot)
@@ -56,9 +62,12 @@ class GpuRunner:
         if decodes:
             attention.plan_decode(lengths, self._plan)
         prefill = self._backend.prepare(step, row_tables, prefills) if prefills else None
+        finite: list[Tensor] = []
 
         def attend(layer: int, qkv: Tensor, how: Attention) -> Tensor:
             kv = self.cache.layer(layer)
+            if layer == self.spec.num_layers - 1:
+                finite.append(qkv.flatten(1).sum(-1, dtype=torch.float32).isfinite())
             self._rotate_and_store(qkv, step, kv, how)
             q = qkv[:, :heads]
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if prefill is None else prefill(q, kv, how.scale)
@@ -75,11 +84,13 @@ class GpuRunner:
                 )
             return out.flatten(1)
 
-        return self.network.forward(ids, attend)
+        all_rows = step.shape.padded and not prefills  # one sample a row, one token a row
+        hidden = self.network.forward(ids, attend, keep=None if all_rows else step.source)
+        return hidden, finite[0]
 
-    def logits(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """[len(tokens), vocabulary]: only tokens that are sampled from meet the output projection."""
-        return self.network.logits(hidden.index_select(0, tokens))
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, vocabulary]."""
+        return self.network.logits(hidden)
 
     def _rotate_and_store(self, qkv: Tensor, step: StepTensors, kv: Tensor, how: Attention) -> None:
         rope_and_store(
@@ -128,20 +139,13 @@ class GpuRunner:
         """Logits of every row, and which tokens are finite, into the static `results` of this shape."""
         shape = step.shape
         prefills = [(shape.tokens, shape.tokens)] if shape.rows > shape.decode_rows else []
-        hidden = self.forward(step, tables, pool, prefills)
-        self._finite[: shape.tokens] = finite_tokens(hidden)
-        last = hidden.index_select(0, step.source) if prefills else hidden
-        self.network.logits(last, out=self._logits[: shape.rows])
+        hidden, self._finite[: shape.tokens] = self.forward(step, tables, pool, prefills)
+        self.network.logits(hidden, out=self._logits[: shape.rows])
 
     def replay(self, shape: Shape) -> tuple[Tensor, Tensor]:
         """`padded_step` of what was staged last, by its graph: logits [rows, vocabulary] and finite tokens [tokens]."""
         self._graphs[shape].replay()
         return self._logits[: shape.rows], self._finite[: shape.tokens]
-
-
-def finite_tokens(hidden: Tensor) -> Tensor:
-    """[tokens] bool: whether each hidden row is free of NaN and infinity."""
-    return hidden.sum(-1, dtype=torch.float32).isfinite()
 
 
 def exchange_inputs(step: StepTensors, pool: Tensor) -> Tensor:

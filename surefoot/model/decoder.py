@@ -77,15 +77,19 @@ class Decoder:
         return cls(spec, made, device)
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, attend: Attend) -> Tensor:
-        """Ids [n] → hidden rows [n, hidden] after the last norm."""
+    def forward(self, tokens: Tensor, attend: Attend, keep: Tensor | None = None) -> Tensor:
+        """Ids [n] → hidden rows [n, hidden] after the last norm, or [k, hidden] of the tokens `keep` [k]."""
         hidden = F.embedding(tokens, self.embedding)
         if self.spec.embedding_scale != 1.0:
             hidden *= torch.tensor(self.spec.embedding_scale, dtype=hidden.dtype)
         stream = Stream(hidden, self.spec.rms_norm_eps)
         for index, layer in enumerate(self.layers):
             qkv = layer.qkv(stream.normed(layer.before_attention)).view(len(tokens), -1, self.spec.head_dim)
-            stream.add(layer.o(attend(index, qkv, layer.attention)), layer.after_attention)
+            attended = attend(index, qkv, layer.attention)
+            if keep is not None and index == len(self.layers) - 1:
+                attended = attended.index_select(0, keep)
+                stream.keep(keep)
+            stream.add(layer.o(attended), layer.after_attention)
             stream.add(layer.mlp(stream.normed(layer.before_mlp)), layer.after_mlp)
         return stream.normed(self.norm)
 

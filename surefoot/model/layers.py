@@ -44,8 +44,12 @@ their sequences. How that is paged and batched is not the network's business.
 class Network(Protocol):
     """A family's page, with its weights."""
 
-    def forward(self, tokens: Tensor, attend: Attend) -> Tensor:
-        """Ids [n] → hidden rows [n, hidden] after the last norm."""
+    def forward(self, tokens: Tensor, attend: Attend, keep: Tensor | None = None) -> Tensor:
+        """Ids [n] → hidden rows [n, hidden] after the last norm, or [k, hidden] of the tokens `keep` [k].
+
+        Of a prompt's tokens most are there for their keys and values alone, which the last layer has stored before it
+        attends: what comes after is computed for the kept ones only.
+        """
         ...
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
@@ -80,6 +84,10 @@ class Stream:
     def add(self, change: Tensor, norm: Tensor | None = None) -> None:
         """Add `change` [n, hidden], normed first where the family norms what a half of a layer puts out."""
         self._change, self._change_norm = change, norm
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with the rows `rows` [k] alone; nothing may be waiting to be added."""
+        self._hidden = self._hidden.index_select(0, rows)
 
     def normed(self, weight: Tensor) -> Tensor:
         """The norm of the sum so far, times `weight` [hidden]."""
