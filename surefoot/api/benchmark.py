@@ -279,12 +279,18 @@ def summarise(timed: Sequence[Timed], seconds: float, goals: Mapping[str, float]
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Mean, percentiles and maximum in milliseconds; None of nothing."""
+    """Mean, percentiles (between ranks: as much of both neighbours as it is near) and maximum in ms; None of nothing."""
     if not seconds:
         return None
     ordered = sorted(1e3 * value for value in seconds)
-    ranks = {f"p{percent}": ordered[round((len(ordered) - 1) * percent / 100)] for percent in (50, 90, 99)}
+    ranks = {f"p{percent}": _percentile(ordered, percent) for percent in (50, 90, 99)}
     return {"mean": statistics.fmean(ordered), **ranks, "max": ordered[-1]}
+
+
+def _percentile(ordered: Sequence[float], percent: float) -> float:
+    below, share = divmod((len(ordered) - 1) * percent / 100, 1)
+    low, high = ordered[int(below)], ordered[min(int(below) + 1, len(ordered) - 1)]
+    return low + (high - low) * share
 
 
 def median(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

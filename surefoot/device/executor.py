@@ -109,9 +109,10 @@ class StepExecutor:
         if isinstance(outcome, memory.Failure):
             if outcome.kind is not FailureKind.OOM:
                 log.error("step %d failed: %s", plan.id, outcome.trace)
-            return StepFailed(
-                plan=plan.id, kind=outcome.kind, reason=outcome.reason, needed=outcome.needed, free=outcome.free
-            )
+            needed = outcome.needed  # not every error tells what was asked for
+            if needed is None and outcome.kind is FailureKind.OOM:
+                needed = self.predict(plan)
+            return StepFailed(plan=plan.id, kind=outcome.kind, reason=outcome.reason, needed=needed, free=outcome.free)
         self._trim(plan.tokens)
         return StepDone(plan=plan.id, rows=outcome.value, seconds=time.perf_counter() - began)
 
