@@ -279,7 +279,7 @@ def summarise(timed: Sequence[Timed], seconds: float, goals: Mapping[str, float]
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Mean, percentiles (between ranks: as much of both neighbours as it is near) and maximum in ms; None of nothing."""
+    """Mean, percentiles (between neighbouring ranks, as numpy has them) and maximum in ms; None of nothing."""
     if not seconds:
         return None
     ordered = sorted(1e3 * value for value in seconds)
