@@ -118,6 +118,15 @@ def serve(
         Text, _option(SERVER, "Prompt tokens that may wait (default: 1,048,576).", "TOKENS")
     ] = None,
     max_body_bytes: Annotated[Text, _option(SERVER, "Largest request body (default: 16MiB).", "SIZE")] = None,
+    max_restarts: Annotated[
+        Text, _option(SERVER, "Workers that are replaced before the server gives up (default: 20).", "N")
+    ] = None,
+    restart_window: Annotated[
+        Text, _option(SERVER, "Seconds within which these deaths count (default: 300).", "SECONDS")
+    ] = None,
+    while_restarting: Annotated[
+        Text, _option(SERVER, "New requests, while a worker is replaced: wait (default) or refuse (503).", "WHAT")
+    ] = None,
     dtype: Dtype = None,
     device: Device = None,
     quantization: Quantization = None,

@@ -83,4 +83,9 @@ class ServerConfig(Value, frozen=True, kw_only=True):
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1 << 20
     max_body_bytes: int = 16 * MIB
+    max_restarts: int = 20
+    """Workers that are replaced within `restart_window` seconds before the server ends."""
+    restart_window: float = 300.0
+    while_restarting: str = "wait"
+    """wait (new requests wait for the next worker) | refuse (they get a 503)"""
     log_level: str = "info"

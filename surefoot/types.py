@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 PENDING = -1
 """An input token that a plan still in flight is sampling: the executor reads it from its own token pool."""
@@ -58,6 +59,13 @@ class SamplingParams(Value, frozen=True, kw_only=True):
         return self.temperature < 1e-5
 
 
+class Resumed(Value, frozen=True, kw_only=True):
+    """A child of a request that goes on after its worker died: `emitted` are its token ids so far, as in `Request`."""
+
+    child: int
+    emitted: bytes
+
+
 class Request(Value, frozen=True, kw_only=True):
     """One admitted request, as it crosses the bridge. `params.seed` and `params.max_tokens` are always set here."""
 
@@ -69,6 +77,8 @@ class Request(Value, frozen=True, kw_only=True):
     """Lower is served first, as in vLLM; arrival breaks ties."""
     salt: str = ""
     """Only requests of the same salt share cached prefixes."""
+    resumed: tuple[Resumed, ...] = ()
+    """What is left of it, if it began on a worker that died: each child that goes on; none for a new request."""
 
 
 class StepTime(Value, frozen=True, kw_only=True):
@@ -270,6 +280,11 @@ Event = Emitted | Failed
 class Snapshot(Value, frozen=True, kw_only=True):
     """Counts for metrics and health: what the scheduler looked like after a step. Counters only grow."""
 
+    GAUGES: ClassVar[frozenset[str]] = frozenset(
+        ("running", "waiting", "suspects", "blocks_total", "blocks_used", "blocks_cached", "block_size", "token_budget")
+    )
+    """What goes up and down; every other field is a counter."""
+
     steps: int = 0
     running: int = 0
     waiting: int = 0
@@ -291,3 +306,8 @@ class Snapshot(Value, frozen=True, kw_only=True):
     prefix_queries: int = 0
     """Prompt tokens that were looked up in the prefix cache, and how many were found there."""
     prefix_hits: int = 0
+
+    def after(self, earlier: Snapshot) -> Snapshot:
+        """This one with the counters of an earlier engine added."""
+        counters = {field for field in self.__struct_fields__ if field not in self.GAUGES}
+        return replace(self, **{field: getattr(self, field) + getattr(earlier, field) for field in counters})

@@ -48,7 +48,13 @@ def create_app(
     names = config.served_model_name
     metrics = Metrics(engine, names[0])
     serving = Serving(
-        engine, tokenizer, metrics, names=names, max_preparing=config.max_queued_requests, defaults=defaults
+        engine,
+        tokenizer,
+        metrics,
+        names=names,
+        max_preparing=config.max_queued_requests,
+        defaults=defaults,
+        refuse_while_restarting=config.while_restarting == "refuse",
     )
     api = Api(serving, max_body_bytes=config.max_body_bytes)
     app = FastAPIOffline(
@@ -162,6 +168,7 @@ class Api:
     async def ready(self) -> Response:
         """200 while a request sent now would be served; else 503, also where requests wait and no step is made."""
         self._serving.check_open()
+        self._serving.check_worker()
         if self._engine.stalled:
             raise Overloaded("Requests wait, and the engine has made no step for a while.", retry_after=RETRY_AFTER)
         return JsonResponse({"status": "ready"})

@@ -28,14 +28,30 @@ class Info(Protocol):
 class Engine(Protocol):
     """Admits requests and tells how it is."""
 
-    snapshot: Snapshot
     draining: bool
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """Counts after the latest step; counters only grow, whatever worker counts."""
+        ...
 
     @property
     def info(self) -> Info: ...
 
     @property
-    def alive(self) -> bool: ...
+    def alive(self) -> bool:
+        """True while a worker is there; one that died is being replaced unless `lost`."""
+        ...
+
+    @property
+    def lost(self) -> bool:
+        """True when no worker is left and none will come; a request sent now would fail."""
+        ...
+
+    @property
+    def restarts(self) -> int:
+        """Workers that were replaced so far."""
+        ...
 
     @property
     def stalled(self) -> bool:

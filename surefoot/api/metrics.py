@@ -153,6 +153,7 @@ class _EngineCollector(Collector):
         yield self._gauge("vllm:gpu_cache_usage_perc", "Older name of kv_cache_usage_perc.", usage)
         ready = self._engine.alive and not self._engine.draining and not self._engine.stalled
         yield self._gauge("surefoot:ready", "1 if new requests are served.", ready)
+        yield self._counter("surefoot:worker_restarts", "Workers that died and were replaced.", self._engine.restarts)
         labels = ("block_size", "num_gpu_blocks", "engine")
         info = GaugeMetricFamily("vllm:cache_config_info", "How the KV cache is cut.", labels=labels)
         info.add_metric((str(limits.block_size), str(limits.num_blocks), "0"), 1)

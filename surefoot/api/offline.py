@@ -31,7 +31,8 @@ from surefoot import checkpoint
 from surefoot.api import settings
 from surefoot.api.detok import Detokenizer
 from surefoot.api.tokenizer import Tokenizer, load_tokenizer
-from surefoot.bridge.client import EngineClient, RequestHandle
+from surefoot.bridge.client import EngineClient, Policy
+from surefoot.bridge.handle import RequestHandle
 from surefoot.errors import EngineFailure, InvalidRequest, RequestError
 from surefoot.sampling import check_token_ids, shown, validate
 from surefoot.spec import read_generation_defaults
@@ -92,7 +93,9 @@ class LLM:
             # Prompts wait here, not in the engine's queue, so that queue needs no bound of its own.
             self._client = self._loop.run(
                 EngineClient.start(
-                    config, progress=progress, max_queued_requests=sys.maxsize, max_queued_tokens=sys.maxsize
+                    config,
+                    progress=progress,
+                    policy=Policy(max_queued_requests=sys.maxsize, max_queued_tokens=sys.maxsize),
                 )
             )
         except BaseException:

@@ -29,7 +29,7 @@ from surefoot import checkpoint
 from surefoot.api.connection import BoundedProtocol
 from surefoot.api.progress import loading_bar
 from surefoot.bridge import logs
-from surefoot.bridge.client import EngineClient
+from surefoot.bridge.client import EngineClient, Policy
 from surefoot.config import EngineConfig, ServerConfig
 from surefoot.errors import ConfigError, Overloaded, StartupError, WorkerLost
 from surefoot.spec import GenerationDefaults, read_generation_defaults
@@ -193,10 +193,9 @@ class Server:
         if lost is None:
             await self._drain(client, signals)
         else:
-            log.error("the worker died: the server ends", reason=lost)
-        alive = client.alive
+            log.error("no worker is left: the server ends", reason=lost)
         await client.stop("The server was stopped before the request was done.")
-        return 0 if alive else WorkerLost.exit_code
+        return WorkerLost.exit_code if client.lost else 0
 
     async def _load(self) -> EngineClient:
         """Start the worker and, meanwhile, prepare the application; then open the entrance."""
@@ -208,12 +207,15 @@ class Server:
                 EngineClient.start(
                     self._config,
                     progress=progress,
-                    max_queued_requests=self._server.max_queued_requests,
-                    max_queued_tokens=self._server.max_queued_tokens,
+                    policy=self._policy(),
                 ),
             )
         self._entrance.app = build(client)
         return client
+
+    def _policy(self) -> Policy:
+        names = ("max_queued_requests", "max_queued_tokens", "max_restarts", "restart_window")
+        return Policy(**{name: getattr(self._server, name) for name in names})
 
     def _prepare_app(self) -> Callable[[EngineClient], ASGIApp]:
         """The tokenizer and the application, made in a thread: importing them takes half of the worker's start."""

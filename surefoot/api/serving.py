@@ -89,7 +89,9 @@ class Serving:
         names: Sequence[str],
         max_preparing: int,
         defaults: GenerationDefaults,
+        refuse_while_restarting: bool = False,
     ) -> None:
+        self._refuse_while_restarting = refuse_while_restarting
         self.engine, self.tokenizer, self.metrics = engine, tokenizer, metrics
         self.names = tuple(names)
         self.defaults = defaults
@@ -105,8 +107,15 @@ class Serving:
         """Raises Overloaded where a new request would not be served."""
         if self.engine.draining:
             raise Overloaded("The server is shutting down and takes no new requests.", retry_after=RETRY_AFTER)
-        if not self.engine.alive:
+        if self.engine.lost:
             raise Overloaded("The engine is not running.", retry_after=RETRY_AFTER)
+        if self._refuse_while_restarting:
+            self.check_worker()
+
+    def check_worker(self) -> None:
+        """Raises Overloaded where there is no worker just now."""
+        if not self.engine.alive:
+            raise Overloaded("The engine's worker died and is being replaced.", retry_after=RETRY_AFTER)
 
     def check_model(self, model: str | None) -> str:
         """The name to answer with; the first one for a request that names none. Raises NotFound."""

@@ -116,6 +116,9 @@ SERVER: dict[str, Setting] = {
     "max_queued_requests": Setting(_whole(1, 1 << 20)),
     "max_queued_tokens": Setting(_tokens),
     "max_body_bytes": Setting(_bytes),
+    "max_restarts": Setting(_whole(0, 1 << 20)),
+    "restart_window": Setting(_real(1.0, 86_400.0)),
+    "while_restarting": Setting(_choice("wait", "refuse")),
     "log_level": _log_level,
 }
 SETTINGS = ENGINE | SERVER

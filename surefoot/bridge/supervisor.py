@@ -18,7 +18,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import psutil
+
 import surefoot
+from surefoot.bridge.journal import Journal
 
 WORKER = ("-P", "-m", "surefoot.bridge.worker")
 """-P keeps the user's folder off the module path: a `random.py` there must not end the worker."""
@@ -31,9 +34,10 @@ layer 12-40 times slower."""
 class WorkerProcess:
     """A running worker: its socket, its pid, and once it is gone, how it went."""
 
-    def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], connection: socket.socket, journal: Journal) -> None:
         self._process = process
         self.socket = connection
+        self.journal: Journal | None = journal
 
     @property
     def pid(self) -> int:
@@ -43,6 +47,14 @@ class WorkerProcess:
     def returncode(self) -> int | None:
         """Exit status, or minus the signal; None while it runs."""
         return self._process.poll()
+
+    def cpu_seconds(self) -> float:
+        """Processor time of all its threads so far. Raises ProcessLookupError once it is gone."""
+        try:
+            times = psutil.Process(self._process.pid).cpu_times()
+        except psutil.NoSuchProcess:
+            raise ProcessLookupError(self._process.pid) from None
+        return float(times.user + times.system)
 
     def kill(self) -> None:
         self._process.kill()
@@ -59,12 +71,14 @@ class WorkerProcess:
 
 
 def spawn(arguments: Sequence[str] = WORKER) -> WorkerProcess:
-    """Start `python <arguments> <fd> <parent pid>`. Raises OSError where no process can be made."""
+    """Start `python <arguments> <socket fd> <journal fd> <parent pid>`. Raises OSError where no process can be made."""
     ours, theirs = socket.socketpair()
+    journal = Journal.create()
+    descriptors = (theirs.fileno(), journal.fd)
     try:
         process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-            [sys.executable, *arguments, str(theirs.fileno()), str(os.getpid())],
-            pass_fds=(theirs.fileno(),),
+            [sys.executable, *arguments, *map(str, descriptors), str(os.getpid())],
+            pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env=worker_environment(os.environ),
@@ -72,10 +86,11 @@ def spawn(arguments: Sequence[str] = WORKER) -> WorkerProcess:
         )
     except BaseException:
         ours.close()
+        journal.close()
         raise
     finally:
         theirs.close()
-    return WorkerProcess(process, ours)
+    return WorkerProcess(process, ours, journal)
 
 
 def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -25,6 +25,7 @@ from collections.abc import Callable
 import structlog
 
 from surefoot.bridge import logs, wire
+from surefoot.bridge.journal import Journal, Journaled
 from surefoot.config import EngineConfig
 from surefoot.core.engine import DeviceLost, Engine
 from surefoot.errors import StartupError, WorkerLost
@@ -32,6 +33,8 @@ from surefoot.types import Event, Failed, Snapshot
 
 PR_SET_PDEATHSIG = 1
 CHUNK = 1 << 18
+HEARTBEAT = 1.0
+"""Seconds after which a worker that has work but nothing new to tell says that it lives."""
 
 log = structlog.get_logger()
 
@@ -68,12 +71,13 @@ Build = Callable[[EngineConfig, Connection], Engine]
 
 
 def main(build: Build | None = None) -> int:
-    """Entry point; returns the exit status."""
-    fd, parent = int(sys.argv[1]), int(sys.argv[2])
+    """Entry point; returns the exit status. Arguments: descriptors of the socket and the journal, the parent's pid."""
+    fd, journal, parent = map(int, sys.argv[1:4])
     leash(parent)
-    os.set_inheritable(fd, False)
+    for inherited in (fd, journal):
+        os.set_inheritable(inherited, False)
     with socket.socket(fileno=fd) as sock:
-        return serve(Connection(sock), build)
+        return serve(Connection(sock), build, Journal(journal))
 
 
 def leash(parent: int) -> None:
@@ -86,10 +90,10 @@ def leash(parent: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def serve(connection: Connection, build: Build | None = None) -> int:
+def serve(connection: Connection, build: Build | None = None, journal: Journal | None = None) -> int:
     """From Start to the end; returns the exit status. Whatever ends the engine is told to the API process first."""
     try:
-        fatal = _outcome(connection, build or open_engine)
+        fatal = _outcome(connection, build or open_engine, journal)
         if fatal is None:
             return 0
         connection.send(fatal)
@@ -98,10 +102,10 @@ def serve(connection: Connection, build: Build | None = None) -> int:
     return fatal.exit_code
 
 
-def _outcome(connection: Connection, build: Build) -> wire.Fatal | None:
+def _outcome(connection: Connection, build: Build, journal: Journal | None) -> wire.Fatal | None:
     """Serve until Stop, or until something ends the engine: that is returned."""
     try:
-        _serve(connection, build)
+        _serve(connection, build, journal)
     except StartupError as error:
         return wire.Fatal(exit_code=error.exit_code, message=error.message)
     except DeviceLost as error:
@@ -115,12 +119,14 @@ def _outcome(connection: Connection, build: Build) -> wire.Fatal | None:
     return None
 
 
-def _serve(connection: Connection, build: Build) -> None:
+def _serve(connection: Connection, build: Build, journal: Journal | None) -> None:
     (start, *early) = connection.receive(None)
     if not isinstance(start, wire.Start) or early:
         raise wire.WireError(f"Expected Start alone as the first message, got {type(start).__name__}.")
     logs.configure(start.config.log_level, "worker")
     engine = build(start.config, connection)
+    if journal is not None:
+        engine.executor = Journaled(engine.executor, journal)
     tame_collector()
     run(connection, engine)
 
@@ -197,11 +203,13 @@ class Reporter:
         self._connection = connection
         self._engine = engine
         self._told: Snapshot | None = None
+        self._told_at = 0.0
 
     def report(self, events: list[Event]) -> None:
-        snapshot = self._engine.snapshot()
-        if events or snapshot != self._told:
+        snapshot, now = self._engine.snapshot(), time.monotonic()
+        if events or snapshot != self._told or now > self._told_at + HEARTBEAT:
             self._connection.send(wire.Step(events=events, snapshot=snapshot))
+            self._told_at = now
             log_step(events, self._told or snapshot, snapshot)
             self._told = snapshot
 

@@ -52,7 +52,8 @@ class Engine:
     """One executor, one scheduler, at most `limits.depth` plans in flight. Not thread-safe; one loop owns it."""
 
     def __init__(self, executor: Executor, limits: Limits) -> None:
-        self._executor = executor
+        self.executor = executor
+        """What runs the plans; the worker puts a journal around it."""
         self._limits = limits
         self._counters = Counters()
         self._scheduler = Scheduler(limits, self._counters)
@@ -140,21 +141,21 @@ class Engine:
             if (planned := self._plan(turn, now)) is not None:
                 self._last_plan = planned.plan.id
                 self._scheduler.pool.launched(planned.plan.id)
-                return InFlight(planned, turn, self._executor.launch(planned.plan))
+                return InFlight(planned, turn, self.executor.launch(planned.plan))
         return None
 
     def _plan(self, turn: Turn, now: float) -> Planned | None:
         plan_id, scheduler = self._last_plan + 1, self._scheduler
         if turn.kind is Kind.CONTROL:
             return Planned(StepPlan(id=plan_id, works=(), control=True), Lease(scheduler.pool), ())
-        scheduler.budget.grow(now=now, free=self._executor.free_memory())
+        scheduler.budget.grow(now=now, free=self.executor.free_memory())
         return scheduler.plan(plan_id, turn, [flight.planned for flight in self._in_flight])
 
     # ---- collect -----------------------------------------------------------------------------------------------------
 
     def _collect(self, now: float) -> None:
         oldest = self._in_flight.pop(0)
-        outcome = self._executor.collect(oldest.ticket)
+        outcome = self.executor.collect(oldest.ticket)
         self._scheduler.pool.retired(oldest.plan.id)
         if isinstance(outcome, StepDone):
             self._commit(oldest, outcome, now)
@@ -173,7 +174,7 @@ class Engine:
     def _rollback(self, flight: InFlight, failure: StepFailed, now: float) -> None:
         """Undo this plan and every later one, newest first; then ask who it was."""
         for later in self._in_flight:
-            self._executor.collect(later.ticket)
+            self.executor.collect(later.ticket)
             self._scheduler.pool.retired(later.plan.id)
         for each in reversed([flight, *self._in_flight]):
             self._scheduler.rollback(each.planned)

@@ -69,19 +69,18 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request; one that could not run even alone fails at once, with the numbers."""
-        sequence = Sequence.of(request, self._arrivals, self.limits)
+        sequences = Sequence.rest_of(request, self._arrivals, self.limits)
         self._arrivals += 1
-        self._sequences[sequence.key] = sequence
-        self._children[request.id] = {0}
+        self._sequences |= {sequence.key: sequence for sequence in sequences}
+        self._children[request.id] = {sequence.child for sequence in sequences}
         room = min(self.limits.num_blocks * self.limits.block_size, self.limits.max_model_len)
-        if not 0 < sequence.prompt_length < room:
-            self.fail(
-                request.id,
-                "invalid_request",
-                f"This model's maximum context length is {room} tokens, and the prompt has {sequence.prompt_length}.",
-            )
+        longest = max(len(sequence.tokens) for sequence in sequences)
+        if not 0 < longest < room:
+            message = f"This model's maximum context length is {room} tokens, and the prompt has {longest}."
+            self.fail(request.id, "invalid_request", message)
             return
-        self._enqueue(sequence)
+        for sequence in sequences:
+            self._enqueue(sequence)
 
     def cancel(self, request: int, child: int | None = None) -> None:
         """The caller left, or needs no more of one child: blocks go back, no event is sent."""

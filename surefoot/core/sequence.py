@@ -79,6 +79,24 @@ class Sequence:
             stops=frozenset(params.stop_token_ids).union(() if params.ignore_eos else limits.eos_token_ids),
         )
 
+    @classmethod
+    def rest_of(cls, request: Request, arrival: int, limits: Limits) -> list[Sequence]:
+        """All that is to be computed of a request: its first child, or the children that it resumes.
+
+        A resumed child has emitted tokens and computed none, just like one that was preempted.
+        """
+        first = cls.of(request, arrival, limits)
+        if not request.resumed:
+            return [first]
+        children = []
+        for resumed in request.resumed:
+            emitted = array("i")
+            emitted.frombytes(resumed.emitted)
+            child = first.fork(resumed.child, 0)
+            child.tokens[first.prompt_length :] = emitted.tolist()
+            children.append(child)
+        return children
+
     def fork(self, child: int, token: int) -> Sequence:
         """Child `child`, whose first token is `token`; it holds no blocks yet."""
         return Sequence(

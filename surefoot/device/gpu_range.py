@@ -8,6 +8,7 @@ touched: that is a fault no process survives.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 
 import torch
 from cuda.bindings import driver
@@ -47,14 +48,12 @@ class GpuRange:
         Waits for the device before anything is given back.
         """
         wanted = {at for begin, end in parts for at in range(begin // EXTENT, -(-end // EXTENT))}
-        added: list[int] = []
-        try:
-            for at in sorted(wanted - self._backed):
+        added = sorted(wanted - self._backed)
+        with ExitStack() as undo:
+            for at in added:
                 self._map(at)
-                added.append(at)
-        except torch.OutOfMemoryError:
-            self._unmap(added)
-            raise
+                undo.callback(self._unmap, [at])
+            undo.pop_all()
         for at in added:
             self._bytes[at * EXTENT : (at + 1) * EXTENT].zero_()
         if self._backed - wanted:
@@ -65,18 +64,16 @@ class GpuRange:
     def _map(self, at: int) -> None:
         address = self._base + at * EXTENT
         handle = _call(driver.cuMemCreate(EXTENT, self._properties(), 0))
-        try:
+        with ExitStack() as release:
+            release.callback(lambda: _call(driver.cuMemRelease(handle)))  # from then on the mapping keeps it alive
             _call(driver.cuMemMap(address, EXTENT, 0, handle, 0))
-        finally:
-            _call(driver.cuMemRelease(handle))  # the mapping keeps it alive from here on
         access = driver.CUmemAccessDesc()
         access.location = self._properties().location
         access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._unmap, [at])
             _call(driver.cuMemSetAccess(address, EXTENT, [access], 1))
-        except torch.OutOfMemoryError:
-            _call(driver.cuMemUnmap(address, EXTENT))
-            raise
+            undo.pop_all()
 
     def _unmap(self, extents: Iterable[int]) -> None:
         for at in extents:

@@ -92,6 +92,7 @@ class FakeEngine:
         self.snapshot = Snapshot(running=3, waiting=2, blocks_total=100, blocks_used=25, preemptions=7, steps_oom=4)
         self.draining = False
         self.alive, self.stalled = True, False
+        self.lost, self.restarts = False, 0
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0, salt: str = "") -> FakeHandle:
         assert params.seed is not None

@@ -334,11 +334,18 @@ def test_draining(http: httpx.Client, engine: FakeEngine) -> None:
     assert http.get("/health").status_code == 200
 
 
-def test_dead_engine(http: httpx.Client, engine: FakeEngine) -> None:
-    """Without an engine health says so."""
+def test_an_engine_whose_worker_is_replaced(http: httpx.Client, engine: FakeEngine) -> None:
+    """Without a worker health says so; a request waits for the next one."""
     engine.alive = False
     assert http.get("/health").status_code == 503
     assert http.get("/health/ready").status_code == 503
+    assert http.post("/v1/completions", json=TEXTS).status_code == 200
+
+
+def test_dead_engine(http: httpx.Client, engine: FakeEngine) -> None:
+    """Where no worker will come requests are refused at once."""
+    engine.alive, engine.lost = False, True
+    assert http.get("/health").status_code == 503
     assert http.post("/v1/completions", json=TEXTS).status_code == 503
 
 

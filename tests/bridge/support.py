@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 from surefoot.bridge import wire
@@ -55,6 +56,7 @@ class ThreadWorker:
 
     def __init__(self, make: Make = FakeExecutor, *, build: Callable[..., Engine] | None = None) -> None:
         self.socket, self.theirs = socket.socketpair()
+        self.journal = None
         self._make = make
         self._build = build or self._fake
         self.executor: FakeExecutor
@@ -84,6 +86,9 @@ class ThreadWorker:
         """Wait for the end; returns the exit status."""
         self._thread.join(5)
         return self.status
+
+    def cpu_seconds(self) -> float:
+        return time.monotonic()
 
     def kill(self) -> None:
         with contextlib.suppress(OSError):  # it is gone already

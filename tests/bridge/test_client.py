@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from surefoot.bridge import wire
-from surefoot.bridge.client import EngineClient, RequestHandle
+from surefoot.bridge.client import EngineClient, Policy
+from surefoot.bridge.handle import RequestHandle
 from surefoot.bridge.worker import Connection
 from surefoot.config import EngineConfig
 from surefoot.core.engine import Engine
@@ -34,8 +35,11 @@ class GatedExecutor(FakeExecutor):
 
 
 @asynccontextmanager
-async def running(worker: ThreadWorker, **options: Any) -> AsyncIterator[EngineClient]:
-    client = await EngineClient.start(EngineConfig(), spawn=lambda: worker, **options)
+async def running(
+    worker: ThreadWorker, *, progress: Callable[[str, float], None] | None = None, **policy: Any
+) -> AsyncIterator[EngineClient]:
+    policy_ = Policy(**policy)
+    client = await EngineClient.start(EngineConfig(), spawn=lambda: worker, progress=progress, policy=policy_)
     try:
         yield client
     finally:
@@ -253,7 +257,7 @@ async def test_readiness_has_a_deadline() -> None:
     worker = ThreadWorker(build=build)
     threading.Timer(0.3, release.set).start()
     with pytest.raises(WorkerLost, match=r"not ready within 0\.1 s"):
-        await EngineClient.start(EngineConfig(), spawn=lambda: worker, startup_timeout=0.1)
+        await EngineClient.start(EngineConfig(), spawn=lambda: worker, policy=Policy(startup_timeout=0.1))
 
 
 async def test_garbage_from_the_worker_ends_it() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Iterable
 
 import psutil
 import pytest
@@ -15,9 +16,34 @@ SMALL = ("--max-model-len", "1024", "--max-num-seqs", "4", "--memory", "1500MiB"
 LONG = {"max_tokens": 900}
 
 
-def test_a_killed_worker_ends_streams_in_an_error_and_the_server_with_70() -> None:
-    """`kill -9` of the worker: a running stream gets one error event and no [DONE], and the server exits with 70."""
-    with Server(*SMALL).wait_ready() as server:
+def text_of(events: Iterable[object]) -> str:
+    return "".join(event["choices"][0]["text"] for event in events if isinstance(event, dict) and event["choices"])
+
+
+def test_a_killed_worker_is_replaced_and_streams_go_on() -> None:
+    """`kill -9` of the worker: streams pause, then end with the text of an undisturbed run; nothing else is needed."""
+    asked = [
+        {"max_tokens": 80, "temperature": 0},
+        {"max_tokens": 80, "temperature": 1.0, "seed": 7, "presence_penalty": 0.5},
+        {"max_tokens": 80, "temperature": 0, "stop": ["the"], "min_tokens": 20},
+    ]
+    with Server(*SMALL, "--dtype", "float32").wait_ready() as server:
+        undisturbed = [text_of(server.stream("Once upon a time", **fields)) for fields in asked]
+        streams = [server.stream("Once upon a time", **fields) for fields in asked]
+        begun = [[next(stream) for _ in range(6)] for stream in streams]
+        worker = server.worker()
+        worker.kill()
+        assert [text_of([*start, *rest]) for start, rest in zip(begun, streams, strict=True)] == undisturbed
+        assert server.worker().pid != worker.pid
+        assert server.http.get("/health").status_code == 200
+        assert server.complete("Hello").status_code == 200
+        assert "surefoot:worker_restarts_total" in server.http.get("/metrics").text
+        assert "It is replaced" in server.log
+
+
+def test_without_restarts_a_killed_worker_ends_streams_in_an_error_and_the_server_with_70() -> None:
+    """`--max-restarts 0`: a running stream gets one error event and no [DONE], and the server exits with 70."""
+    with Server(*SMALL, "--max-restarts", "0").wait_ready() as server:
         events = server.stream("Once upon a time", **LONG)
         next(events)
         server.worker().kill()
@@ -27,7 +53,7 @@ def test_a_killed_worker_ends_streams_in_an_error_and_the_server_with_70() -> No
         assert "signal 9" in rest[-1]["error"]["message"]
         assert "[DONE]" not in rest
         assert server.process.wait(10) == 70
-        assert "the worker died" in server.log
+        assert "no worker is left" in server.log
 
 
 @pytest.mark.parametrize("loading", [True, False], ids=["while loading", "while serving"])
