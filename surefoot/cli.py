@@ -294,6 +294,51 @@ def bench_serve(
 
 
 @app.command()
+def plan(
+    model: ModelName = None,
+    gpu: Annotated[Text, _option(MEMORY, "A card of this size, such as 80GiB, which need not be here.", "SIZE")] = None,
+    card: Annotated[
+        Text, typer.Option("--device", help="The card here with this number.", metavar="N", rich_help_panel=MEMORY)
+    ] = None,
+    neighbours: Annotated[
+        Text, _option(MEMORY, "What others hold of it (default: nothing; of a card here, what is used).", "SIZE")
+    ] = None,
+    memory: Memory = None,
+    gpu_memory_utilization: GpuMemoryUtilization = None,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: MaxNumSeqs = None,
+    max_num_batched_tokens: MaxNumBatchedTokens = None,
+    block_size: BlockSize = None,
+    dtype: Dtype = None,
+    quantization: Quantization = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON, in bytes.", rich_help_panel=OTHER)] = False,
+) -> None:
+    """Show what a model takes before anything is loaded: it needs config.json, and no GPU. The status is 1 if it does
+    not fit.
+
+    - `surefoot plan GLM-4-9B --gpu 80GiB --neighbours 38GiB --max-model-len 128k`
+    - `surefoot plan --memory 2GiB`
+    """
+    from rich.console import Console
+
+    from surefoot.api import forecast
+
+    found = forecast.forecast(
+        {
+            "model": model, "gpu": gpu, "card": card, "neighbours": neighbours, "memory": memory, "dtype": dtype,
+            "gpu_memory_utilization": gpu_memory_utilization, "max_model_len": max_model_len,
+            "max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens,
+            "block_size": block_size, "quantization": quantization,
+        }
+    )  # fmt: skip
+    if as_json:
+        typer.echo(forecast.as_json(found))
+    else:
+        forecast.show(found, Console(highlight=False))
+    raise typer.Exit(0 if found.fits else 1)
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     from surefoot import __version__
