@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import httpx
 from rich.console import Console
 
-from surefoot.api.offline import LLM, Message
+from surefoot.api.local import Message
+from surefoot.api.offline import LLM
 from surefoot.api.progress import loading_bar
 from surefoot.errors import ConfigError, EngineFailure, RequestError
 from surefoot.types import SamplingParams

@@ -125,9 +125,9 @@ def test_closing_a_stream_cancels_it(llm: LLM) -> None:
     with closing(llm.stream("Once", SamplingParams(max_tokens=400, ignore_eos=True))) as pieces:  # type: ignore[type-var]
         next(pieces)
     deadline = time.monotonic() + 10
-    while llm._client.snapshot.running and time.monotonic() < deadline:
+    while llm._engine.client.snapshot.running and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert llm._client.in_flight == llm._client.snapshot.running == 0
+    assert llm._engine.client.in_flight == llm._engine.client.snapshot.running == 0
 
 
 @pytest.mark.parametrize(
@@ -143,11 +143,11 @@ def test_closing_a_stream_cancels_it(llm: LLM) -> None:
 )
 def test_bad_requests_are_refused_before_they_run(llm: LLM, prompt: object, params: SamplingParams, field: str) -> None:
     """What is wrong raises InvalidRequest naming the field, and the engine sees nothing of it."""
-    steps = llm._client.snapshot.steps
+    steps = llm._engine.client.snapshot.steps
     with pytest.raises(InvalidRequest) as refused:
         llm.generate(prompt, params)  # type: ignore[arg-type]
     assert refused.value.param is not None and refused.value.param.startswith(field)
-    assert llm._client.snapshot.steps == steps
+    assert llm._engine.client.snapshot.steps == steps
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_a_plain_script_needs_no_main_guard_and_leaves_nothing(tmp_path: Path) -
         "from surefoot import LLM, SamplingParams\n"
         "llm = LLM(max_model_len=256, max_num_seqs=1)\n"
         "result = llm.generate('The capital of France is', SamplingParams(temperature=0, max_tokens=1))[0]\n"
-        "print(result.outputs[0].text, llm._client.worker_pid, sep='|')\n"
+        "print(result.outputs[0].text, llm._engine.client.worker_pid, sep='|')\n"
     )
     environ = os.environ | {"PYTHONPATH": str(Path(surefoot.__file__).parents[1])}
     command = [sys.executable, str(script)]
@@ -238,7 +238,7 @@ def test_a_closed_llm_says_so() -> None:
 def test_an_abandoned_llm_ends_its_worker() -> None:
     """When the last reference goes, so does the worker."""
     model = LLM(max_model_len=256, max_num_seqs=1)
-    worker = psutil.Process(model._client.worker_pid)
+    worker = psutil.Process(model._engine.client.worker_pid)
     del model
     gc.collect()
     worker.wait(5)
