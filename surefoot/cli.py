@@ -104,6 +104,9 @@ def serve(
         Texts,
         _option(SERVER, "Key that clients must send; repeatable. SUREFOOT_API_KEY keeps it out of `ps`.", "KEY"),
     ] = None,
+    admin_api_key: Annotated[
+        Texts, _option(SERVER, "Key that opens /drain, and all else; without one /drain is closed.", "KEY")
+    ] = None,
     generation_config: Annotated[
         Text,
         _option(SERVER, "auto: sample as the model's generation_config.json says; none: ignore it.", "SOURCE"),
@@ -118,6 +121,12 @@ def serve(
         Text, _option(SERVER, "Prompt tokens that may wait (default: 1,048,576).", "TOKENS")
     ] = None,
     max_body_bytes: Annotated[Text, _option(SERVER, "Largest request body (default: 16MiB).", "SIZE")] = None,
+    request_timeout: Annotated[
+        Text, _option(SERVER, "Seconds of a request to its end, then it gets a 408 (default: no limit).", "SECONDS")
+    ] = None,
+    first_token_timeout: Annotated[
+        Text, _option(SERVER, "Seconds of a request to its first token (default: no limit).", "SECONDS")
+    ] = None,
     max_restarts: Annotated[
         Text, _option(SERVER, "Workers that are replaced before the server gives up (default: 20).", "N")
     ] = None,
@@ -170,15 +179,17 @@ def serve(
     - `surefoot serve --config serve.yaml` — settings from a file
 
     Every setting is also a variable (`SUREFOOT_PORT` for `--port`) and a key of the YAML file; a flag beats a
-    variable, which beats the file. `-` and `_` are the same. SIGTERM and Ctrl-C let running requests finish; a second
+    variable, which beats the file. `-` and `_` are the same; flags of vLLM's are taken too, or refused with the
+    reason. SIGTERM and Ctrl-C let running requests finish; a second
     one stops now.
     """
     from surefoot.api import settings
 
-    engine, server = settings.resolve(context.params, os.environ)
+    notes: list[str] = []
+    engine, server = settings.resolve({**(context.obj or {}), **context.params}, os.environ, notes.append)
     from surefoot.api.serve import serve as run  # after that, since it takes a second
 
-    raise typer.Exit(run(engine, server))
+    raise typer.Exit(run(engine, server, notes))
 
 
 @app.command()
@@ -357,10 +368,21 @@ def _dashed(argument: str) -> str:
     return name.replace("_", "-") + equals + value if argument.startswith("--") else argument
 
 
+def _without_foreign(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Take out the flags that only vLLM has: they are no parameters of the command, and are judged with the rest."""
+    from surefoot.api import settings, vllm_flags
+
+    return vllm_flags.split(arguments, {name: setting.many for name, setting in settings.SETTINGS.items()})
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the `surefoot` command; exits with the status that the error tree names."""
     try:
-        app(normalise(sys.argv[1:] if arguments is None else arguments), prog_name="surefoot")
+        given = normalise(sys.argv[1:] if arguments is None else arguments)
+        foreign: dict[str, Any] = {}
+        if given[:1] == ["serve"]:
+            given, foreign = _without_foreign(given)
+        app(given, prog_name="surefoot", obj=foreign)
     except SurefootError as error:
         typer.secho(f"surefoot: {error.message}", fg="red", err=True)
         sys.exit(error.exit_code if isinstance(error, StartupError) else 1)

@@ -73,7 +73,7 @@ def test_flags_arrive_in_the_configuration(monkeypatch: pytest.MonkeyPatch) -> N
     )
     result = RUNNER.invoke(cli.app, arguments.split(), env={"SUREFOOT_HOST": "::1"})
     assert result.exit_code == 7
-    engine, server = seen
+    engine, server, _ = seen
     assert (engine.memory, engine.max_model_len, engine.allow_fault_injection) == (2 << 30, 32768, True)
     assert (server.port, server.host, server.api_key) == (9, "::1", ("a", "b"))
 

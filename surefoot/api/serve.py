@@ -15,7 +15,7 @@ import errno
 import signal
 import socket
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -43,9 +43,14 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 
-def serve(config: EngineConfig, server: ServerConfig) -> int:
-    """Serve until asked to stop or until the worker dies; returns the exit status. Raises StartupError."""
+def serve(config: EngineConfig, server: ServerConfig, notes: Sequence[str] = ()) -> int:
+    """Serve until asked to stop or until the worker dies; returns the exit status. Raises StartupError.
+
+    `notes` is what there is to say about settings that were accepted and change nothing.
+    """
     logs.configure(server.log_level, "server")
+    for note in notes:
+        log.info(note)
     files = checkpoint.find(config.model, weights=config.load_format != "dummy")
     if not server.served_model_name:
         server = msgspec.structs.replace(server, served_model_name=(files.name,))

@@ -2,6 +2,7 @@
 
 A flag beats the environment (`SUREFOOT_PORT` for `--port`), which beats the YAML file of `--config`, which beats the
 default. A name that no setting has is an error wherever it stands: a mistyped setting must not become the default.
+Settings that vLLM has and we do not are known by `vllm_flags`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from surefoot.api import vllm_flags
 from surefoot.config import EngineConfig, ServerConfig, parse_bytes, parse_tokens
 from surefoot.errors import ConfigError
 
 PREFIX = "SUREFOOT_"
 CONFIG = "config"
+VLLM_KEY = "VLLM_API_KEY"
 
 
 class Setting(NamedTuple):
@@ -111,11 +114,14 @@ SERVER: dict[str, Setting] = {
     "port": Setting(_whole(0, 65_535)),
     "served_model_name": Setting(_text, many=True),
     "api_key": Setting(_text, many=True),
+    "admin_api_key": Setting(_text, many=True),
     "generation_config": Setting(_choice("auto", "none")),
     "drain_timeout": Setting(_real(0.0, 86_400.0)),
     "max_queued_requests": Setting(_whole(1, 1 << 20)),
     "max_queued_tokens": Setting(_tokens),
     "max_body_bytes": Setting(_bytes),
+    "request_timeout": Setting(_real(0.001, 86_400.0)),
+    "first_token_timeout": Setting(_real(0.001, 86_400.0)),
     "max_restarts": Setting(_whole(0, 1 << 20)),
     "restart_window": Setting(_real(1.0, 86_400.0)),
     "while_restarting": Setting(_choice("wait", "refuse")),
@@ -124,7 +130,13 @@ SERVER: dict[str, Setting] = {
 SETTINGS = ENGINE | SERVER
 
 
-def resolve(flags: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[EngineConfig, ServerConfig]:
+Note = Callable[[str], None]
+"""Told of each setting that was accepted and changes nothing."""
+
+
+def resolve(
+    flags: Mapping[str, Any], environ: Mapping[str, str], note: Note = lambda text: None
+) -> tuple[EngineConfig, ServerConfig]:
     """Merge the sources. `flags` holds settings by name, None where not given, and maybe "config", a YAML file's path.
 
     Raises ConfigError naming the flag, variable or key at fault.
@@ -133,10 +145,13 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Engin
     variables = _variables(environ)
     path = given.pop(CONFIG, None) or variables.pop(CONFIG, None)
     values: dict[str, Any] = {}
+    if key := environ.get(VLLM_KEY):  # whoever sets it counts on a guarded server
+        values["api_key"] = _read("api_key", key, VLLM_KEY)
     if path is not None:
-        values |= _file(Path(path))
+        values |= _file(Path(path), note)
     values |= {name: _read(name, _split(name, text), PREFIX + name.upper()) for name, text in variables.items()}
-    values |= {name: _read(name, value, "--" + name.replace("_", "-")) for name, value in given.items()}
+    for name, value in given.items():
+        values |= _setting(name, value, "--" + name.replace("_", "-"), note)
     return (
         EngineConfig(**{name: value for name, value in values.items() if name in ENGINE}),
         ServerConfig(**{name: value for name, value in values.items() if name in SERVER}),
@@ -149,6 +164,17 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
         if name not in ENGINE:
             raise ConfigError(f"LLM has no option {name!r}.{_hint(name, ENGINE)}")
     return EngineConfig(**{name: _read(name, value, name) for name, value in options.items() if value is not None})
+
+
+def _setting(name: str, value: Any, source: str, note: Note) -> dict[str, Any]:
+    """What a setting of ours, or of vLLM's, comes to under our name; nothing where it has no consequence."""
+    name = vllm_flags.RENAMED.get(name, name)
+    if name in SETTINGS:
+        return {name: _read(name, value, source)}
+    text = vllm_flags.judge(name, value, source)
+    if text is not None:
+        note(text)
+    return {}
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -168,7 +194,7 @@ def _split(name: str, text: str) -> str | list[str]:
     return [part.strip() for part in text.split(",")] if SETTINGS[name].many else text
 
 
-def _file(path: Path) -> dict[str, Any]:
+def _file(path: Path, note: Note) -> dict[str, Any]:
     import yaml  # only where a file is given
 
     try:
@@ -181,19 +207,23 @@ def _file(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path}: must hold settings, one `name: value` a line.")
-    values = {}
+    values: dict[str, Any] = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
-        if name not in SETTINGS:
+        if name not in SETTINGS and name not in vllm_flags.TABLE and name not in vllm_flags.RENAMED:
             raise ConfigError(f"{path}: there is no setting {key!r}.{_hint(name, SETTINGS)}")
         if value is not None:
-            values[name] = _read(name, value, f"{path}: {key}")
+            values |= _setting(name, value, f"{path}: {key}", note)
     return values
 
 
 def _read(name: str, value: Any, source: str) -> Any:
     """One setting's value from text, or from the plain value that YAML or a caller gave."""
     setting = SETTINGS[name]
+    if name in vllm_flags.SPELLINGS:
+        value = vllm_flags.SPELLINGS[name].get(str(value), value)
+    if value is None:
+        return None
     if setting.many:
         items = list(value) if isinstance(value, list | tuple) else [value]
         return tuple(setting.read(_plain(item, source), source) for item in items)
