@@ -40,7 +40,7 @@ keywords.
 """
 _TOLD = re.compile(r" ?\(default:? ([^);]*)[^)]*\)")
 FAULTS = "Failures on cue, obeyed only with --allow-fault-injection: see [faults](faults.md). Has no flag."
-NAMES = {"served_model_name": "the model's own", "api_key": "none", "faults": "none"}
+NAMES = {"served_model_name": "the model's own", "api_key": "none", "admin_api_key": "none", "faults": "none"}
 """What an empty default means."""
 
 

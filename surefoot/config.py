@@ -76,6 +76,8 @@ class ServerConfig(Value, frozen=True, kw_only=True):
     port: int = 8000
     served_model_name: tuple[str, ...] = ()
     api_key: tuple[str, ...] = ()
+    admin_api_key: tuple[str, ...] = ()
+    """Keys of those who may change the server, such as /drain does; without one nobody may."""
     generation_config: str = "auto"
     """auto (requests start from the model's generation_config.json) | none (from vLLM's defaults)"""
     drain_timeout: float = 30.0
@@ -83,6 +85,10 @@ class ServerConfig(Value, frozen=True, kw_only=True):
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1 << 20
     max_body_bytes: int = 16 * MIB
+    request_timeout: float | None = None
+    """Seconds that a request may take to its end; it may ask for less, as `timeout`."""
+    first_token_timeout: float | None = None
+    """Seconds that a request may take to its first token."""
     max_restarts: int = 20
     """Workers that are replaced within `restart_window` seconds before the server ends."""
     restart_window: float = 300.0

@@ -70,6 +70,11 @@ class MethodNotAllowed(RequestError):
     type = "MethodNotAllowedError"
 
 
+class TimedOut(RequestError):
+    status = 408
+    type = "RequestTimeoutError"
+
+
 class PayloadTooLarge(RequestError):
     status = 413
     type = "RequestTooLargeError"

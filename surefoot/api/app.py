@@ -21,6 +21,7 @@ from starlette.responses import Response
 import surefoot
 from surefoot.api import openai
 from surefoot.api.body import read_json_object
+from surefoot.api.deadline import Patience
 from surefoot.api.engine import Engine
 from surefoot.api.gate import Gate, JsonResponse, error_response
 from surefoot.api.metrics import Metrics
@@ -55,8 +56,9 @@ def create_app(
         max_preparing=config.max_queued_requests,
         defaults=defaults,
         refuse_while_restarting=config.while_restarting == "refuse",
+        patience=Patience(whole=config.request_timeout, first_token=config.first_token_timeout),
     )
-    api = Api(serving, max_body_bytes=config.max_body_bytes)
+    api = Api(serving, max_body_bytes=config.max_body_bytes, drain_timeout=config.drain_timeout)
     app = FastAPIOffline(
         title="Surefoot", version=surefoot.__version__, redoc_url=None,
         description="OpenAI-compatible inference where a request that fails, fails alone.",
@@ -65,16 +67,16 @@ def create_app(
     api.route(app)
     app.add_exception_handler(RequestError, api.refuse)
     app.add_exception_handler(HTTPException, api.refuse_route)
-    app.add_middleware(Gate, keys=config.api_key, metrics=metrics)
+    app.add_middleware(Gate, keys=config.api_key, admin_keys=config.admin_api_key, metrics=metrics)
     return app
 
 
 class Api:
     """The endpoints, each a method."""
 
-    def __init__(self, serving: Serving, *, max_body_bytes: int) -> None:
+    def __init__(self, serving: Serving, *, max_body_bytes: int, drain_timeout: float) -> None:
         self._serving, self._metrics, self._engine = serving, serving.metrics, serving.engine
-        self._max_body_bytes = max_body_bytes
+        self._max_body_bytes, self._drain_timeout = max_body_bytes, drain_timeout
         self._created = int(time.time())
 
     def route(self, app: FastAPI) -> None:
@@ -91,6 +93,7 @@ class Api:
             ("/health/ready", self.ready, get, None),
             ("/health", self.health, get, None),
             ("/ping", self.health, get, None),
+            ("/drain", self.drain, post, None),
             ("/version", self.version, get, None),
             ("/metrics", self.metrics, get, None),
         ):
@@ -178,6 +181,11 @@ class Api:
         if not self._engine.alive:
             raise Overloaded("The engine is not running.")
         return JsonResponse({"status": "ok"})
+
+    async def drain(self) -> Response:
+        """Refuse new requests from now on, and answer when the running ones are done, or after --drain-timeout."""
+        done = await self._engine.drain(self._drain_timeout)
+        return JsonResponse({"status": "drained" if done else "requests are still running"})
 
     async def version(self) -> Response:
         """The server's version."""

@@ -58,6 +58,10 @@ class Engine(Protocol):
         """True while requests wait and no step has been made for a long time."""
         ...
 
+    async def drain(self, seconds: float) -> bool:
+        """Refuse new requests for good and wait for the running ones; True if all finished within `seconds`."""
+        ...
+
     def submit(self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0, salt: str = "") -> Handle:
         """Admit a request with `seed` and `max_tokens` set. Raises Overloaded or EngineFailure."""
         ...

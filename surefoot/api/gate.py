@@ -20,6 +20,8 @@ from surefoot.errors import EngineFailure, RequestError, Unauthorized
 
 OPEN_PATHS: Final = frozenset({"/health", "/health/live", "/health/ready"})
 """Probes carry no key."""
+ADMIN_PATHS: Final = frozenset({"/drain"})
+"""What changes the server for everybody; only an admin key opens it, and without one it is closed."""
 CLIENT_CLOSED: Final = 499
 """Counted where the client left before there was an answer."""
 
@@ -50,9 +52,10 @@ def error_response(error: RequestError) -> JsonResponse:
 class Gate:
     """Checks the key, counts statuses, and turns an unexpected exception into a 500 that is logged once."""
 
-    def __init__(self, app: ASGIApp, *, keys: Sequence[str], metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, *, keys: Sequence[str], admin_keys: Sequence[str], metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics
         self._keys = tuple(key.encode() for key in keys)
+        self._admin_keys = tuple(key.encode() for key in admin_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -80,19 +83,30 @@ class Gate:
             self._metrics.http(_method(scope["method"]), route, status)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._keys and scope["path"] not in OPEN_PATHS and not self._known(scope):
-            error = Unauthorized("This server needs an API key: send the header `Authorization: Bearer <key>`.")
+        if (error := self._refusal(scope)) is not None:
             self._metrics.error(error.type)
             await error_response(error)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
-    def _known(self, scope: Scope) -> bool:
-        """Takes as long for a wrong key as for a right one, and as long for the first key as for the last."""
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, key = given.partition(b" ")
-        matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
-        return scheme.lower() == b"bearer" and any(matches)
+    def _refusal(self, scope: Scope) -> Unauthorized | None:
+        """Why this request may not come in; an admin key opens everything."""
+        path = scope["path"]
+        if path in ADMIN_PATHS:
+            if _known(scope, self._admin_keys):
+                return None
+            return Unauthorized(f"{path} needs a key that the server was given with --admin-api-key.")
+        if not self._keys or path in OPEN_PATHS or _known(scope, (*self._keys, *self._admin_keys)):
+            return None
+        return Unauthorized("This server needs an API key: send the header `Authorization: Bearer <key>`.")
+
+
+def _known(scope: Scope, keys: Sequence[bytes]) -> bool:
+    """Takes as long for a wrong key as for a right one, and as long for the first key as for the last."""
+    given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    scheme, _, key = given.partition(b" ")
+    matches = [hmac.compare_digest(key.strip(), known) for known in keys]
+    return scheme.lower() == b"bearer" and any(matches)
 
 
 def _method(method: str) -> str:

@@ -92,6 +92,8 @@ class Sampling(Schema):
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     """Only requests of the same salt share cached prefixes."""
+    timeout: Annotated[float, Field(gt=0, le=86_400)] | None = None
+    """Seconds until the request's end, after which it is dropped and ends in a 408."""
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     stream: bool | None = None

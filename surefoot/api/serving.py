@@ -9,12 +9,14 @@ request: the others are cancelled.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any, Final, TypeVar
 
 import msgspec
 
+from surefoot.api.deadline import Deadline, Patience
 from surefoot.api.detok import Detokenizer
 from surefoot.api.engine import Engine, Handle
 from surefoot.api.metrics import Metrics
@@ -50,6 +52,8 @@ class Job(Value, frozen=True, kw_only=True):
     """Names of the functions that an answer may call."""
     one_call: bool = False
     """Of the calls in an answer only the first counts."""
+    timeout: float | None = None
+    """Seconds from arrival that the request gives itself."""
 
     @property
     def n(self) -> int:
@@ -90,7 +94,9 @@ class Serving:
         max_preparing: int,
         defaults: GenerationDefaults,
         refuse_while_restarting: bool = False,
+        patience: Patience = Patience(),
     ) -> None:
+        self._patience = patience
         self._refuse_while_restarting = refuse_while_restarting
         self.engine, self.tokenizer, self.metrics = engine, tokenizer, metrics
         self.names = tuple(names)
@@ -149,6 +155,7 @@ class Serving:
             reply_prefix=self.tokenizer.reply_prefix if generation else "",
             tools=frozenset(tool["function"]["name"] for tool in tools),
             one_call=request.parallel_tool_calls is False,
+            timeout=request.timeout,
         )
 
     def _params(self, request: ChatRequest | CompletionRequest) -> SamplingParams:
@@ -168,7 +175,11 @@ class Serving:
         if request.seed is None:  # otherwise prompts that are alike would get texts that are alike
             fitted[1:] = [(ids, msgspec.structs.replace(each, seed=draw_seed())) for ids, each in fitted[1:]]
         return Job(
-            prompts=tuple(fitted), priority=request.priority or 0, salt=request.cache_salt or "", arrival=arrival
+            prompts=tuple(fitted),
+            priority=request.priority or 0,
+            salt=request.cache_salt or "",
+            arrival=arrival,
+            timeout=request.timeout,
         )
 
     async def tokenize(self, request: TokenizeRequest) -> tuple[list[int], list[str] | None]:
@@ -270,13 +281,20 @@ class Serving:
         """Admit a job and yield what each step brought. Raises RequestError; closing it cancels what still runs."""
         choices = [self._choice(index, job) for index in range(job.choices)]
         clock = self.metrics.clock(job.arrival, job.prompt_tokens)
-        with self._admitted(job) as handles:
+        waited = time.monotonic() - job.arrival
+        with (
+            self._admitted(job) as handles,
+            Deadline(self._patience.within(job.timeout), waited, handles, self.engine) as deadline,
+        ):
             async with aclosing(merged(handles)) as steps:
                 async for prompt, events in steps:
+                    deadline.started()
                     deltas = [choices[prompt * job.n + event.child].take(event, handles[prompt]) for event in events]
                     deltas = [delta for delta in deltas if delta.tokens]
                     clock.step(deltas)
                     yield deltas
+            if not all(choice.ended for choice in choices):
+                deadline.check()
         clock.finished()
 
     def _choice(self, index: int, job: Job) -> _Choice:
@@ -319,7 +337,7 @@ class _Choice:
     def __init__(self, index: int, job: Job, tokenizer: Tokenizer, parser: ToolParser | None) -> None:
         self._index, self._params = index, job.prompts[index // job.n][1]
         self._parser, self._one_call = parser, job.one_call
-        self._ended = self._called = False
+        self.ended = self._called = False
         params = self._params
         self._detok = Detokenizer(
             tokenizer,
@@ -332,7 +350,7 @@ class _Choice:
     def take(self, event: Emitted, handle: Handle) -> Delta:
         """What `event` adds; a delta without tokens once the choice has ended."""
         delta = Delta(self._index)
-        if self._ended:
+        if self.ended:
             return delta
         delta.tokens = [event.sampled]
         delta.cached = event.cached
@@ -346,7 +364,7 @@ class _Choice:
         elif event.finish is not None:
             delta.finish = event.finish
             delta.stop_reason = event.stop_token if event.stop_token in self._params.stop_token_ids else None
-        self._ended = delta.finish is not None
+        self.ended = delta.finish is not None
         if self._parser is not None:
             self._parse(self._parser, delta, event.stop_token)
         return delta
@@ -354,7 +372,7 @@ class _Choice:
     def _parse(self, parser: ToolParser, delta: Delta, stop_token: int | None) -> None:
         """Take calls out of the text."""
         text, calls = parser.push(delta.text)
-        if self._ended:
+        if self.ended:
             more = parser.finish(stop_token)
             text, calls = text + more.text, calls + more.calls
         if self._one_call:

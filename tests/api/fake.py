@@ -94,6 +94,10 @@ class FakeEngine:
         self.alive, self.stalled = True, False
         self.lost, self.restarts = False, 0
 
+    async def drain(self, seconds: float) -> bool:
+        self.draining = True
+        return True
+
     def submit(self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0, salt: str = "") -> FakeHandle:
         assert params.seed is not None
         assert params.max_tokens is not None
