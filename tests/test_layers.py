@@ -52,7 +52,7 @@ def imports(tree: ast.AST) -> Iterator[str]:
 def allowed(module: str, part: str) -> bool:
     """Whether `module` (such as "core/blocks") may import from `surefoot.<part>`."""
     folder = module.split("/")[0]
-    if module in ("cli", "__init__", "__main__"):
+    if module in ("cli", "vllm", "__init__", "__main__"):
         return True
     if part in ROOT_MODULES or part == "__version__":
         return True
