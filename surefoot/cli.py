@@ -105,7 +105,7 @@ def serve(
         _option(SERVER, "Key that clients must send; repeatable. SUREFOOT_API_KEY keeps it out of `ps`.", "KEY"),
     ] = None,
     admin_api_key: Annotated[
-        Texts, _option(SERVER, "Key that opens /drain, and all else; without one /drain is closed.", "KEY")
+        Texts, _option(SERVER, "Key that opens /drain and /memory, and all else; without one they are closed.", "KEY")
     ] = None,
     generation_config: Annotated[
         Text,
@@ -347,6 +347,25 @@ def plan(
     else:
         forecast.show(found, Console(highlight=False))
     raise typer.Exit(0 if found.fits else 1)
+
+
+@app.command()
+def memory(
+    limit: Annotated[Text, _option(MEMORY, "Hold the server to this much from now on, such as 24GiB.", "SIZE")] = None,
+    url: Annotated[str, _option(SERVER, "Where the server is (default: here).", "URL")] = "http://127.0.0.1:8000",
+    admin_api_key: Annotated[
+        Text, _option(SERVER, "Its admin key; SUREFOOT_ADMIN_API_KEY keeps it out of `ps`.", "KEY")
+    ] = None,
+) -> None:
+    """Show what a running server's memory goes to, or give it a new limit while it serves; no request fails for that.
+
+    - `surefoot memory`
+    - `surefoot memory --limit 24GiB`
+    """
+    from surefoot.api import terminal
+
+    key = admin_api_key or os.environ.get("SUREFOOT_ADMIN_API_KEY")
+    raise typer.Exit(terminal.memory(url, limit, key))
 
 
 @app.command()

@@ -21,6 +21,7 @@ from surefoot.types import (
     StepFailed,
     StepPlan,
     Ticket,
+    Vocabulary,
     Work,
 )
 
@@ -61,7 +62,8 @@ class FakeExecutor:
     """Runs plans on Python lists, at `collect` and in order, as a busy device would.
 
     `fails(plan)` may return a StepFailed to fail a plan (control steps too); it then leaves garbage in every position
-    that the plan was to write. `bad_row(work)` may name an error for one row. `free` is what `free_memory` reports.
+    that the plan was to write. `bad_row(work)` may name an error for one row. `free` is what `free_memory` reports, and
+    `most_blocks` how many KV blocks there is memory for.
     """
 
     def __init__(
@@ -77,6 +79,8 @@ class FakeExecutor:
         self.bad_row = bad_row
         self.free = 1 << 30
         self.plans: list[StepPlan] = []
+        self.most_blocks = limits.num_blocks
+        self._held = limits.num_blocks
         self._size = limits.block_size
         self._depth = limits.depth
         self._kv: dict[tuple[int, int], int] = {}  # (block, offset) → entry
@@ -85,6 +89,18 @@ class FakeExecutor:
 
     def free_memory(self) -> int:
         return self.free
+
+    def hold(self, blocks: int) -> str | None:
+        if self._queue:
+            raise BrokenDiscipline("memory changes under a plan in flight")
+        if blocks > self.most_blocks:
+            return f"there is memory for {self.most_blocks} blocks"
+        self._held = blocks
+        self._kv = {place: entry for place, entry in self._kv.items() if place[0] < blocks}
+        return None
+
+    def learn(self, vocabulary: Vocabulary) -> None:
+        """Its tokens stand for nothing."""
 
     def launch(self, plan: StepPlan) -> Ticket:
         self._check(plan)
@@ -146,6 +162,8 @@ class FakeExecutor:
         written: set[int] = set()
         for work in plan.works:
             blocks = work.table[work.start // self._size :]
+            if max(work.table, default=0) >= self._held:
+                raise BrokenDiscipline(f"plan {plan.id}: row {work.key} names a block that has no memory")
             if len(work.table) * self._size < work.end or written & set(blocks):
                 raise BrokenDiscipline(f"plan {plan.id}: row {work.key} writes where it must not")
             written.update(blocks)

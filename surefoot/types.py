@@ -28,6 +28,23 @@ class Value(msgspec.Struct, frozen=True, kw_only=True):
     """Base of frozen values: immutable, compared by content, encodable. Subclasses say `frozen` and `kw_only` again."""
 
 
+class Grammar(Value, frozen=True, kw_only=True):
+    """What an output may be; made and compiled by `surefoot.grammar`."""
+
+    source: str
+    """In the grammar engine's own notation."""
+    field: str
+    """The field of the request that asked for it, for errors."""
+
+
+class Vocabulary(Value, frozen=True, kw_only=True):
+    """What token ids stand for: all that is known of text below the bridge, for grammars alone."""
+
+    tokens: tuple[bytes, ...]
+    specials: tuple[int, ...]
+    """Ids that a grammar meets by name only, never by their text."""
+
+
 class SamplingParams(Value, frozen=True, kw_only=True):
     """How to draw tokens. Names and defaults are vLLM's; `surefoot.sampling.validate` refuses what is out of range.
 
@@ -52,6 +69,10 @@ class SamplingParams(Value, frozen=True, kw_only=True):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that an output may not contain."""
+    grammar: Grammar | None = None
 
     @property
     def greedy(self) -> bool:
@@ -244,6 +265,17 @@ class Executor(Protocol):
 
     def free_memory(self) -> int:
         """Bytes that a step could still allocate; read every step, so it must be cheap."""
+        ...
+
+    def hold(self, blocks: int) -> str | None:
+        """Keep memory for the first `blocks` KV blocks and the sink, and give the rest back; with nothing in flight.
+
+        Returns None, or why there is not enough: then it holds what it held before.
+        """
+        ...
+
+    def learn(self, vocabulary: Vocabulary) -> None:
+        """What tokens stand for; told before the first request with a grammar comes."""
         ...
 
 

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import surefoot
-from surefoot.api import openai
+from surefoot.api import memory, openai
 from surefoot.api.body import read_json_object
 from surefoot.api.deadline import Patience
 from surefoot.api.engine import Engine
@@ -94,6 +94,8 @@ class Api:
             ("/health", self.health, get, None),
             ("/ping", self.health, get, None),
             ("/drain", self.drain, post, None),
+            ("/memory", self.memory, get, None),
+            ("/memory", self.limit_memory, post, None),
             ("/version", self.version, get, None),
             ("/metrics", self.metrics, get, None),
         ):
@@ -186,6 +188,14 @@ class Api:
         """Refuse new requests from now on, and answer when the running ones are done, or after --drain-timeout."""
         done = await self._engine.drain(self._drain_timeout)
         return JsonResponse({"status": "drained" if done else "requests are still running"})
+
+    async def memory(self) -> Response:
+        """What memory goes to: the plan's rows, the cache as it is, and what is measured."""
+        return JsonResponse(memory.report(self._engine))
+
+    async def limit_memory(self, request: Request) -> Response:
+        """Hold the server to a new limit, `{"limit": "24GiB"}`; running requests go on."""
+        return JsonResponse(await memory.limit(self._engine, await read_json_object(request, limit=1 << 16)))
 
     async def version(self) -> Response:
         """The server's version."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
+from surefoot.plan import MemoryPlan
 from surefoot.types import Emitted, Limits, SamplingParams, Snapshot
 
 
@@ -23,6 +24,21 @@ class Info(Protocol):
 
     @property
     def limits(self) -> Limits: ...
+
+    @property
+    def plan(self) -> MemoryPlan | None:
+        """None of an engine that is not real."""
+        ...
+
+
+class Resized(Protocol):
+    """How many KV blocks there are, and why not as many as were asked for."""
+
+    @property
+    def blocks(self) -> int: ...
+
+    @property
+    def refusal(self) -> str | None: ...
 
 
 class Engine(Protocol):
@@ -56,6 +72,15 @@ class Engine(Protocol):
     @property
     def stalled(self) -> bool:
         """True while requests wait and no step has been made for a long time."""
+        ...
+
+    @property
+    def worker_pid(self) -> int | None:
+        """None while there is no worker."""
+        ...
+
+    async def resize(self, blocks: int) -> Resized:
+        """Have memory for so many KV blocks and no more. Raises RequestError."""
         ...
 
     async def drain(self, seconds: float) -> bool:

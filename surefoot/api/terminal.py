@@ -1,4 +1,4 @@
-"""`surefoot chat` and `surefoot generate`: text streamed to the terminal, from a server or from a model loaded here."""
+"""`surefoot chat`, `generate` and `memory`: the terminal in front of a server, or of a model loaded here."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.console import Console
 from surefoot.api.local import Message
 from surefoot.api.offline import LLM
 from surefoot.api.progress import loading_bar
+from surefoot.config import format_bytes
 from surefoot.errors import ConfigError, EngineFailure, RequestError
 from surefoot.types import SamplingParams
 
@@ -202,3 +203,27 @@ def _show(pieces: Iterator[str]) -> str:
     sys.stdout.write("\n")
     sys.stdout.flush()
     return "".join(shown)
+
+
+def memory(url: str, limit: str | None, key: str | None) -> int:
+    """Print a server's memory, after giving it a new limit where there is one. Raises SurefootError."""
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    try:
+        with httpx.Client(base_url=url, headers=headers, timeout=60.0) as client:
+            reply = client.get("/memory") if limit is None else client.post("/memory", json={"limit": limit})
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise EngineFailure(f"{url} does not answer: {error}") from None
+    _check(reply)
+    found = reply.json()
+    console = Console(highlight=False)
+    for name, size in {**found["rows"], "limit": found["limit"]}.items():
+        console.print(f"{name.replace('_', ' '):<12} {format_bytes(size):>11}")
+    kv = found["kv"]
+    console.print(
+        f"{kv['blocks']:,} of {kv['blocks_planned']:,} KV blocks: {kv['blocks_used']:,} in use, "
+        f"{kv['blocks_cached']:,} cached; {kv['tokens']:,} tokens"
+    )
+    for name, size in found["measured"].items():
+        if isinstance(size, int):
+            console.print(f"{name.replace('_', ' '):<18} {format_bytes(size):>11}", style="dim")
+    return 0

@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 RETRY_AFTER = 5
 """Seconds after which a client refused for a full queue may come again."""
+RESIZE_SECONDS = 30.0
+"""How long a change of the cache's size may take to be answered: a step, or a worker's start."""
 MAX_BACK_OFF = 10.0
 """Longest pause in seconds before a worker is started after one that died without having served."""
 
@@ -58,7 +60,7 @@ class EngineClient:
         """Workers that were replaced so far."""
         self._config, self._policy, self._spawn = config, policy, spawn
         self._link: Link | None = link
-        self._snapshot, self._before = Snapshot(), Snapshot()  # of this worker, and of all before it
+        self._snapshot, self._before = _first(link.info), Snapshot()  # of this worker, and of all before it
         self._handles: dict[int, RequestHandle] = {}
         self._ids = itertools.count(1)
         self._idle = asyncio.Event()
@@ -69,6 +71,8 @@ class EngineClient:
         self._lost: str | None = None
         self._lost_news = asyncio.Event()
         self._stopping = False
+        self._blocks: int | None = None  # KV blocks that were asked for last, also of workers to come
+        self._resizing: list[asyncio.Future[wire.Resized]] = []
         self._watch = Watch(asyncio.get_running_loop().time)
         self._life = asyncio.create_task(self._live())
 
@@ -136,6 +140,8 @@ class EngineClient:
                     self._fruitless = 0
                     self._snapshot = message.snapshot
                     self._dispatch(message.events)
+                elif isinstance(message, wire.Resized):
+                    self._resized(message)
         except Exception as error:
             # Whatever went wrong in here, nobody would be told anything any more: end it for all, with the reason.
             link.worker.kill()
@@ -154,7 +160,7 @@ class EngineClient:
 
     def _autopsy(self, link: Link) -> None:
         """Keep what the dead worker counted, and fail the request that killed it once that is certain."""
-        self._before, self._snapshot = self.snapshot, Snapshot()
+        self._before, self._snapshot = self.snapshot, _first(link.info)
         if link.worker.journal is None:
             return
         rows = {request: at for request, at in link.worker.journal.in_flight().items() if request in self._handles}
@@ -190,6 +196,8 @@ class EngineClient:
             break
         self._link, self.info = link, link.info
         self._watch.heard(link.worker)
+        if self._blocks is not None:
+            link.send(wire.Resize(blocks=self._blocks))
         log.warning("a new worker is ready; %d requests go on", len(self._handles))
         held = self._suspicion.held
         self._go_on(handle for handle in self._handles.values() if handle.id not in held)
@@ -207,6 +215,34 @@ class EngineClient:
         self._lost = death
         self._fail_all(EngineFailure(death))
         self._lost_news.set()
+
+    # ---- memory -----------------------------------------------------------------------------------------------------
+
+    async def resize(self, blocks: int) -> wire.Resized:
+        """Have memory for so many KV blocks: rows that held others are computed again, nothing fails.
+
+        Raises Overloaded where no worker answers in time, EngineFailure where none will come.
+        """
+        if self._lost is not None:
+            raise EngineFailure(self._lost)
+        self._blocks = blocks
+        answer: asyncio.Future[wire.Resized] = asyncio.get_running_loop().create_future()
+        self._resizing.append(answer)
+        if self._link is not None:
+            self._link.send(wire.Resize(blocks=blocks))
+        try:
+            return await asyncio.wait_for(answer, RESIZE_SECONDS)
+        except TimeoutError:
+            message = f"The engine did not resize its cache within {RESIZE_SECONDS:g} s; it will when it can."
+            raise Overloaded(message, retry_after=RETRY_AFTER) from None
+
+    def _resized(self, message: wire.Resized) -> None:
+        if message.refusal is not None:
+            self._blocks = message.blocks
+        waiting, self._resizing = self._resizing, []
+        for answer in waiting:
+            if not answer.done():
+                answer.set_result(message)
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
@@ -323,3 +359,8 @@ class EngineClient:
                 if self._suspicion.progressed(event.request, handle.prompt_tokens + event.index):
                     self._release_suspects()
             self._release_if_done(handle)
+
+
+def _first(info: wire.Ready) -> Snapshot:
+    """Counts of a worker that has made no step."""
+    return Snapshot(blocks_total=info.limits.num_blocks, block_size=info.limits.block_size)

@@ -13,7 +13,7 @@ import os
 import struct
 from typing import Self
 
-from surefoot.types import Executor, StepDone, StepFailed, StepPlan, Ticket
+from surefoot.types import Executor, StepDone, StepFailed, StepPlan, Ticket, Vocabulary
 
 PLANS = 2
 """Most plans in flight at once (`Limits.depth`)."""
@@ -83,3 +83,9 @@ class Journaled:
 
     def free_memory(self) -> int:
         return self._inner.free_memory()
+
+    def hold(self, blocks: int) -> str | None:
+        return self._inner.hold(blocks)
+
+    def learn(self, vocabulary: Vocabulary) -> None:
+        self._inner.learn(vocabulary)

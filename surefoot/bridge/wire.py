@@ -1,8 +1,8 @@
 """What the API process and the worker say to each other, and how it looks on the socket.
 
 A frame is a 4-byte little-endian length and that many bytes of msgpack: one tagged struct. Prompt ids travel as raw
-int32 bytes. Down to the worker go Start, then Add and Cancel, and Stop; up come Progress while it loads, then Ready,
-one Step per engine step, and Fatal as its last word.
+int32 bytes. Down to the worker go Start, then Learn, Add, Cancel and Resize, and Stop; up come Progress while it loads, then
+Ready, one Step per engine step, Resized, and Fatal as its last word.
 
     |<-- 4 bytes -->|<------- length bytes ------->|
     [ length, <u32 ][ {"type": "Add", "request": … } ][ length …
@@ -18,8 +18,9 @@ import msgspec
 
 from surefoot.config import MIB, EngineConfig
 from surefoot.errors import SurefootError
+from surefoot.plan import MemoryPlan
 from surefoot.spec import ModelSpec
-from surefoot.types import Event, Limits, Request, Snapshot
+from surefoot.types import Event, Limits, Request, Snapshot, Vocabulary
 
 MAX_FRAME = 64 * MIB
 """Longest message in bytes; a length beyond it means that the peer does not speak this protocol."""
@@ -57,11 +58,23 @@ class Cancel(Message, frozen=True):
     child: int | None = None
 
 
+class Resize(Message, frozen=True):
+    """Have memory for this many KV blocks and no more; answered by Resized."""
+
+    blocks: int
+
+
+class Learn(Message, frozen=True):
+    """What tokens stand for: sent once, before the first request with a grammar."""
+
+    vocabulary: Vocabulary
+
+
 class Stop(Message, frozen=True):
     """Exit now, with status 0."""
 
 
-ToWorker = Start | Add | Cancel | Stop
+ToWorker = Start | Add | Cancel | Resize | Learn | Stop
 
 
 # ---- worker → API process -------------------------------------------------------------------------------------------
@@ -82,6 +95,8 @@ class Ready(Message, frozen=True):
     spec: ModelSpec
     plan_text: str
     """The memory plan as a table."""
+    plan: MemoryPlan | None = None
+    """The same in numbers; fake workers have none."""
     notes: tuple[str, ...] = ()
     """What had to be fitted downwards, a sentence each."""
 
@@ -102,6 +117,13 @@ class Step(Message, frozen=True):
     snapshot: Snapshot
 
 
+class Resized(Message, frozen=True):
+    """How many KV blocks there are now, and if these are not what was asked for, why."""
+
+    blocks: int
+    refusal: str | None = None
+
+
 class Fatal(Message, frozen=True):
     """The worker ends with this exit code, and why."""
 
@@ -109,7 +131,7 @@ class Fatal(Message, frozen=True):
     message: str
 
 
-FromWorker = Progress | Ready | Step | Fatal
+FromWorker = Progress | Ready | Step | Resized | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker = msgspec.msgpack.Decoder(ToWorker)

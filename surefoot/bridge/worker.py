@@ -146,6 +146,7 @@ def open_engine(config: EngineConfig, connection: Connection) -> Engine:
             limits=device.limits,
             spec=device.spec,
             plan_text=str(device.plan),
+            plan=device.plan,
             notes=tuple(device.plan.notes),
         )
     )
@@ -168,6 +169,12 @@ def run(connection: Connection, engine: Engine, clock: Callable[[], float] = tim
         for message in connection.receive(patience(engine, clock())):
             if isinstance(message, wire.Stop):
                 return
+            if isinstance(message, wire.Resize):
+                events, refusal = engine.fit(message.blocks, clock())
+                reporter.report(events)
+                connection.send(wire.Resized(blocks=engine.snapshot().blocks_total, refusal=refusal))
+                log.info("KV cache resized", blocks=engine.snapshot().blocks_total, asked=message.blocks, why=refusal)
+                continue
             obey(engine, message, clock())
         busy = busy or engine.has_work
         reporter.report(engine.step(clock()))
@@ -192,6 +199,8 @@ def obey(engine: Engine, message: wire.ToWorker, now: float) -> None:
         engine.add(message.request, now)
     elif isinstance(message, wire.Cancel):
         engine.cancel(message.request, message.child)
+    elif isinstance(message, wire.Learn):
+        engine.executor.learn(message.vocabulary)
     else:
         raise wire.WireError(f"{type(message).__name__} is out of place once the worker is ready.")
 

@@ -115,6 +115,18 @@ class Engine:
         self._scheduler.resize(capacity)
         return self._scheduler.take_events()
 
+    def fit(self, blocks: int, now: float) -> tuple[list[Event], str | None]:
+        """Have `blocks` KV blocks, and memory for no more: (what happened meanwhile, why there is not enough for them).
+
+        Going down rows give up blocks before the memory goes; going up the memory has to be there first.
+        """
+        if blocks <= self._scheduler.pool.capacity:
+            events = self.resize(blocks, now)
+            return events, self.executor.hold(blocks)
+        events = self.resize(self._scheduler.pool.capacity, now)
+        refusal = self.executor.hold(blocks)
+        return (events if refusal else events + self.resize(blocks, now)), refusal
+
     def faults(self) -> list[str]:
         """What does not add up in the block books (law 2); empty when all is well."""
         scheduler = self._scheduler

@@ -14,13 +14,25 @@ from torch import Tensor
 from surefoot import plan as planning
 from surefoot.config import format_bytes
 from surefoot.device import memory
+from surefoot.device.grammar import DeadEnd, Grammars
 from surefoot.device.inputs import StepInputs, TokenPool, build, control_work
 from surefoot.device.runner import Runner
-from surefoot.device.sampler import Row, Sampler
+from surefoot.device.sampler import NOTHING_ALLOWED, Row, Sampler
 from surefoot.faults import Faults
 from surefoot.ops.linear import few_sizes
 from surefoot.plan import QUERY_TILE
-from surefoot.types import FailureKind, RowDone, Sample, Sampled, StepDone, StepFailed, StepPlan, Ticket, Work
+from surefoot.types import (
+    FailureKind,
+    RowDone,
+    Sample,
+    Sampled,
+    StepDone,
+    StepFailed,
+    StepPlan,
+    Ticket,
+    Vocabulary,
+    Work,
+)
 
 Progress = Callable[[str, float], None]
 log = logging.getLogger(__name__)
@@ -36,6 +48,7 @@ class StepExecutor:
         self.faults = faults
         self.pool = TokenPool(plan.max_num_seqs + 1, plan.max_model_len)
         self._control_slot = plan.max_num_seqs
+        self._grammars = Grammars(eos=sampler.eos, token_count=sampler.token_count, rows=plan.max_num_seqs)
         self._outcomes: deque[StepDone | StepFailed] = deque()
         self._swollen = False
 
@@ -53,6 +66,15 @@ class StepExecutor:
     def free_memory(self) -> int:
         """Bytes that a step could still allocate."""
         return memory.free_memory()
+
+    def hold(self, blocks: int) -> str | None:
+        """Give the pages of KV blocks from `blocks` on back; to take them again costs nothing until they are used."""
+        self.runner.cache.hold(blocks)
+        return None
+
+    def learn(self, vocabulary: Vocabulary) -> None:
+        """What tokens stand for, as grammars need to know."""
+        self._grammars.learn(vocabulary)
 
     def predict(self, plan: StepPlan) -> int:
         """Bytes that a plan's step is going to allocate."""
@@ -127,6 +149,7 @@ class StepExecutor:
         self.runner.cache.copy(plan.copies)
         for work in works:
             self.pool.admit(work)
+        self._grammars.prepare(works)
         inputs = build(works, self.pool, self.runner.cache, self.runner.group, self.runner.windows)
         hidden = self.runner.forward(inputs)
         if "row:nan" in struck and plan.works:
@@ -139,19 +162,33 @@ class StepExecutor:
         finite = _finite_spans(hidden, inputs)
         asked = [at for at, fine in zip(inputs.order, finite, strict=True) if fine and works[at].samples]
         last = {at: end - 1 for at, (_, end) in zip(inputs.order, inputs.spans, strict=True)}
-        drawn: dict[int, tuple[Sampled, ...]] = {}
-        overflowed: set[int] = set()
+        drawn: dict[int, tuple[Sampled, ...] | None] = {}
+        errors = {at: _not_finite(works[at]) for at, fine in zip(inputs.order, finite, strict=True) if not fine}
         if asked:
             logits = self.runner.logits(hidden, [last[at] for at in asked])
-            overflowed = {at for at, fine in zip(asked, _finite_rows(logits), strict=True) if not fine}
-            rows = [Row(works[at], self.pool.history(works[at])) for at in asked]
+            fine_rows = _finite_rows(logits)
+            errors |= {at: _not_finite(works[at]) for at, fine in zip(asked, fine_rows, strict=True) if not fine}
+            rows = [self._row(works[at], errors, at) for at in asked]
             drawn = dict(zip(asked, self.sampler.sample(logits, rows), strict=True))
-        bad = overflowed | {at for at, fine in zip(inputs.order, finite, strict=True) if not fine}
-        self._clear([works[at] for at in bad])
+        errors = {at: NOTHING_ALLOWED for at, tokens in drawn.items() if tokens is None} | errors
+        self._clear([works[at] for at in errors])
         return [
-            RowDone(error=_not_finite(work)) if at in bad else self._row_done(work, drawn.get(at, ()))
+            RowDone(error=errors[at]) if at in errors else self._row_done(work, drawn.get(at) or ())
             for at, work in enumerate(works)
         ]
+
+    def _row(self, work: Work, errors: dict[int, str], at: int) -> Row:
+        """What the sampler needs; a row whose grammar is at a dead end is noted in `errors`."""
+        history = self.pool.history(work)
+        if work.params.grammar is None or at in errors:
+            return Row(work, history)
+        try:
+            return Row(
+                work, history, self._grammars.allowed(work, lambda count: history[len(history) - count :].tolist())
+            )
+        except DeadEnd as error:
+            errors[at] = f"{error}; other requests are not affected."
+            return Row(work, history)
 
     def _row_done(self, work: Work, drawn: tuple[Sampled, ...]) -> RowDone:
         """The row's own next token goes into the pool; forked children bring theirs along when they are admitted."""

@@ -102,6 +102,11 @@ class GpuExecutor:
         """Bytes that are free on the card."""
         return memory.free_memory()
 
+    def hold(self, blocks: int) -> str | None:
+        """Map memory for the first `blocks` KV blocks and give the rest back to the card."""
+        outcome = memory.guard(lambda: self._cache.hold(blocks))
+        return None if isinstance(outcome, memory.Ok) else outcome.reason
+
     @torch.inference_mode()
     def capture(self, shape: Shape) -> None:
         """Capture the graph of a shape, after one eager run of the same."""

@@ -30,9 +30,8 @@ class KVCache:
         self.kv_heads = spec.num_kv_heads
         self.layers = spec.num_layers
         shape = (num_blocks + 1, spec.num_layers, 2, spec.num_kv_heads, block_size, spec.head_dim)
-        self.data = (
-            _zero_pages(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
-        )
+        self._pages = _zero_pages(torch.Size(shape).numel() * dtype.itemsize)
+        self.data = torch.frombuffer(self._pages, dtype=dtype).view(shape)
         self._tokens = self.data.view(-1, spec.head_dim)
         self._heads = self.data.view(-1, block_size * spec.head_dim)
 
@@ -63,6 +62,14 @@ class KVCache:
             sources, destinations = (torch.tensor(ids, device=self.data.device) for ids in zip(*pairs, strict=True))
             self.data[destinations] = self.data[sources]
 
+    def hold(self, blocks: int) -> None:
+        """Give the pages of blocks `blocks` … num_blocks-1 back to the system; they are zero when next touched."""
+        size = self.data[0].nbytes
+        begin = -(-blocks * size // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = self.sink * size // mmap.PAGESIZE * mmap.PAGESIZE
+        if begin < end:
+            self._pages.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
     def zero(self, blocks: Sequence[int]) -> None:
         """Clear blocks that a non-finite row wrote: scratch may be stale but never NaN, for 0·NaN is NaN."""
         if blocks:
@@ -72,9 +79,8 @@ class KVCache:
         return blocks * (self.layers * 2 * self.kv_heads)
 
 
-def _zero_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _zero_pages(size: int) -> mmap.mmap:
     """Zeros whose pages cost nothing until touched; huge pages, since attention gathers from all over the mapping."""
-    size = torch.Size(shape).numel() * dtype.itemsize
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=dtype).view(shape)
+    return pages

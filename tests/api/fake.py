@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import uvicorn
+from msgspec.structs import replace
 
 from surefoot.api.app import create_app
 from surefoot.api.tokenizer import Tokenizer
+from surefoot.bridge.wire import Resized
 from surefoot.config import ServerConfig
 from surefoot.errors import RequestError
+from surefoot.plan import MemoryPlan
 from surefoot.spec import NO_DEFAULTS, GenerationDefaults
 from surefoot.types import Emitted, Limits, Sampled, SamplingParams, Snapshot
 
@@ -28,6 +31,9 @@ class FakeInfo:
             max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=64, max_num_seqs=8, block_size=16, num_blocks=100,
             eos_token_ids=(eos,),
         )  # fmt: skip
+
+
+        self.plan: MemoryPlan | None = None
 
 
 class FakeHandle:
@@ -93,6 +99,12 @@ class FakeEngine:
         self.draining = False
         self.alive, self.stalled = True, False
         self.lost, self.restarts = False, 0
+
+    worker_pid = None
+
+    async def resize(self, blocks: int) -> Resized:
+        self.snapshot = replace(self.snapshot, blocks_total=blocks)
+        return Resized(blocks=blocks)
 
     async def drain(self, seconds: float) -> bool:
         self.draining = True

@@ -177,7 +177,9 @@ class Trial:
 
     def resize(self, capacity: int) -> None:
         self.forced = True
-        self.take(self.engine.resize(capacity, self.now))
+        events, refusal = self.engine.fit(capacity, self.now)
+        assert refusal is None
+        self.take(events)
         self.forced = False
 
     def take(self, events: list[Emitted | Failed]) -> None:
