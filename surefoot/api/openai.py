@@ -60,7 +60,8 @@ class StreamOptions(Schema):
     continuous_usage_stats: Only(False) = None  # type: ignore[valid-type]
 
 
-def _stop(value: object) -> object:
+def listed(value: object) -> object:
+    """One string counts as a list of it."""
     return [value] if isinstance(value, str) else value
 
 
@@ -84,7 +85,7 @@ class Sampling(Schema):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
-    stop: Annotated[list[str] | None, BeforeValidator(_stop, json_schema_input_type=str | list[str] | None)] = None
+    stop: Annotated[list[str] | None, BeforeValidator(listed, json_schema_input_type=str | list[str] | None)] = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
