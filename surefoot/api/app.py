@@ -27,6 +27,8 @@ from surefoot.api.gate import Gate, JsonResponse, error_response
 from surefoot.api.metrics import Metrics
 from surefoot.api.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from surefoot.api.replies import ChatReply, CompletionReply, Reply
+from surefoot.api.responses import ResponsesRequest
+from surefoot.api.responses_store import Responses
 from surefoot.api.serving import RETRY_AFTER, Serving
 from surefoot.api.sse import EventStream, unless_disconnected
 from surefoot.api.tokenizer import Tokenizer
@@ -64,7 +66,7 @@ def create_app(
         description="OpenAI-compatible inference where a request that fails, fails alone.",
     )  # fmt: skip
     app.router.redirect_slashes = False
-    api.route(app)
+    api.route(app, Responses(serving, api.read))
     app.add_exception_handler(RequestError, api.refuse)
     app.add_exception_handler(HTTPException, api.refuse_route)
     app.add_middleware(Gate, keys=config.api_key, admin_keys=config.admin_api_key, metrics=metrics)
@@ -79,12 +81,16 @@ class Api:
         self._max_body_bytes, self._drain_timeout = max_body_bytes, drain_timeout
         self._created = int(time.time())
 
-    def route(self, app: FastAPI) -> None:
+    def route(self, app: FastAPI, responses: Responses) -> None:
         """Every route of the API."""
         post, get = ["POST"], ["GET"]
         for path, endpoint, methods, schema in (
             ("/v1/chat/completions", self.chat, post, ChatRequest),
             ("/v1/completions", self.completions, post, CompletionRequest),
+            ("/v1/responses", responses.create, post, ResponsesRequest),
+            ("/v1/responses/{id}", responses.get, get, None),
+            ("/v1/responses/{id}", responses.delete, ["DELETE"], None),
+            ("/v1/responses/{id}/cancel", responses.cancel, post, None),
             ("/v1/models", self.models, get, None),
             ("/v1/models/{name:path}", self.model, get, None),
             ("/tokenize", self.tokenize, post, TokenizeRequest),
@@ -107,7 +113,7 @@ class Api:
     async def chat(self, request: Request) -> Response:
         """Answer a conversation, whole or as server-sent events."""
         arrival = time.monotonic()
-        asked = await self._read(request, ChatRequest)
+        asked = await self.read(request, ChatRequest)
         asked.check()
         job = await unless_disconnected(request.receive, self._serving.chat_job(asked, arrival))
         model = self._serving.check_model(asked.model)
@@ -116,7 +122,7 @@ class Api:
     async def completions(self, request: Request) -> Response:
         """Continue one or several prompts, whole or as server-sent events."""
         arrival = time.monotonic()
-        asked = await self._read(request, CompletionRequest)
+        asked = await self.read(request, CompletionRequest)
         asked.check()
         job = await unless_disconnected(request.receive, self._serving.completion_job(asked, arrival))
         model = self._serving.check_model(asked.model)
@@ -133,7 +139,7 @@ class Api:
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or of a conversation."""
-        asked = await self._read(request, TokenizeRequest)
+        asked = await self.read(request, TokenizeRequest)
         asked.check()
         ids, strings = await self._serving.tokenize(asked)
         length = self._serving.max_model_len
@@ -141,7 +147,7 @@ class Api:
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
-        asked = await self._read(request, DetokenizeRequest)
+        asked = await self.read(request, DetokenizeRequest)
         return JsonResponse({"prompt": await self._serving.detokenize(asked)})
 
     # ---- models, health, numbers ------------------------------------------------------------------------------------
@@ -207,7 +213,8 @@ class Api:
 
     # ---- reading and refusing ---------------------------------------------------------------------------------------
 
-    async def _read(self, request: Request, schema: type[_S]) -> _S:
+    async def read(self, request: Request, schema: type[_S]) -> _S:
+        """The body of a request for new work. Raises RequestError."""
         self._serving.check_open()
         return openai.parse(schema, await read_json_object(request, limit=self._max_body_bytes))
 

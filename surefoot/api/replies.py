@@ -167,7 +167,7 @@ class ChatReply(Reply):
     def _token(self, token: int, logprob: float | None) -> Json:
         return {
             "token": self._tokenizer.token_text(token),
-            "logprob": _finite(logprob),
+            "logprob": finite(logprob),
             "bytes": list(self._tokenizer.token_bytes(token)),
         }
 
@@ -209,7 +209,7 @@ class CompletionReply(Reply):
         texts = [self._tokenizer.token_text(sampled.token) for sampled in delta.tokens]
         return {
             "tokens": texts,
-            "token_logprobs": [_finite(sampled.logprob) for sampled in delta.tokens],
+            "token_logprobs": [finite(sampled.logprob) for sampled in delta.tokens],
             "top_logprobs": [self._top(sampled) for sampled in delta.tokens],
             "text_offset": self._advance(delta.choice, texts),
         }
@@ -226,7 +226,7 @@ class CompletionReply(Reply):
         """Likeliest first; the drawn token is always there. Of two tokens that look alike the likelier one stays."""
         top: dict[str, float | None] = {}
         for token, logprob in (*sampled.top, (sampled.token, sampled.logprob)):
-            top.setdefault(self._tokenizer.token_text(token), _finite(logprob))
+            top.setdefault(self._tokenizer.token_text(token), finite(logprob))
         return top
 
 
@@ -234,5 +234,6 @@ def _call(call: ToolCall) -> Json:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _finite(logprob: float | None) -> float | None:
+def finite(logprob: float | None) -> float | None:
+    """As JSON can say it."""
     return None if logprob is None else max(logprob, _LEAST_LOGPROB)

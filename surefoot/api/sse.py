@@ -26,6 +26,11 @@ def frame(payload: Any) -> bytes:
     return b"data: " + _encode(payload) + b"\n\n"
 
 
+def event_frame(name: str, payload: Any) -> bytes:
+    """One event with a name of its own."""
+    return b"event: " + name.encode() + b"\n" + frame(payload)
+
+
 async def unless_disconnected(receive: Receive, work: Awaitable[_T]) -> _T:
     """The result of `work`, which is cancelled when the client goes away; raises ClientDisconnect then.
 
