@@ -95,8 +95,11 @@ async def signalled(client: httpx.AsyncClient, name: str, number: int) -> None:
     await asyncio.sleep(3)
     worker().send_signal(number)
     began = time.perf_counter()
-    while worker_restarts(await client.get("/metrics")) == before or not (await client.get("/health")).is_success:
-        await asyncio.sleep(0.05)  # noqa: ASYNC110 - another process tells
+    healthy = False
+    while not healthy:
+        await asyncio.sleep(0.05)
+        replaced = worker_restarts(await client.get("/metrics")) > before
+        healthy = replaced and (await client.get("/health")).is_success
     print(f"{name}: healthy {time.perf_counter() - began:.2f} s after the signal")
     told(name, await streams)
 
