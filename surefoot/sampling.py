@@ -15,6 +15,8 @@
     stop                                 at most 16 strings        1 … 1,000 characters each
     stop_token_ids                       at most 128 ids
     logprobs                             0 … 20, or None           alternatives per token
+    allowed_token_ids                    at least one id, or None
+    bad_token_ids                        at most 256 sequences     1 … 32 token ids each; out of bad_words
 
 The upper ends that vLLM does not have (temperature, repetition_penalty) keep float32 arithmetic on logits finite.
 """
@@ -28,7 +30,7 @@ from typing import Any, Final
 import msgspec
 
 from surefoot.errors import InvalidRequest
-from surefoot.types import SamplingParams
+from surefoot.types import Grammar, SamplingParams
 
 MAX_N: Final = 128
 MAX_LOGPROBS: Final = 20
@@ -36,6 +38,8 @@ MAX_LOGIT_BIAS: Final = 1024
 MAX_STOP: Final = 16
 MAX_STOP_LENGTH: Final = 1000
 MAX_STOP_TOKEN_IDS: Final = 128
+MAX_BAD_WORDS: Final = 256
+MAX_BAD_WORD_TOKENS: Final = 32
 
 _INT64 = 1 << 63
 _SMALLEST_TOP_P = 1e-6
@@ -83,6 +87,10 @@ def validate(params: SamplingParams, *, token_count: int) -> SamplingParams:
     fields["seed"] = _seed(fields["seed"])
     fields["stop"] = _stop(params.stop)
     fields["stop_token_ids"] = _stop_token_ids(params.stop_token_ids, token_count)
+    fields["allowed_token_ids"] = _allowed_token_ids(params.allowed_token_ids, token_count)
+    fields["bad_token_ids"] = _bad_token_ids(params.bad_token_ids, token_count)
+    if params.grammar is not None and not isinstance(params.grammar, Grammar):
+        raise _refuse("grammar", "made by surefoot.grammar", params.grammar)
     fields["logit_bias"] = _logit_bias(params.logit_bias, token_count)
     _check_min_tokens(fields["min_tokens"], fields["max_tokens"])
     return msgspec.structs.replace(params, **fields)
@@ -190,6 +198,25 @@ def _stop_token_ids(value: object, token_count: int) -> tuple[int, ...]:
     items = _items("stop_token_ids", () if value is None else value, MAX_STOP_TOKEN_IDS, "token ids")
     check_token_ids("stop_token_ids", items, token_count)
     return tuple(item for item in items if isinstance(item, int))
+
+
+def _allowed_token_ids(value: object, token_count: int) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    items = _items("allowed_token_ids", value, token_count, "token ids")
+    if not items:
+        raise InvalidRequest("allowed_token_ids is empty: nothing could be said.", param="allowed_token_ids")
+    check_token_ids("allowed_token_ids", items, token_count)
+    return tuple(dict.fromkeys(item for item in items if isinstance(item, int)))
+
+
+def _bad_token_ids(value: object, token_count: int) -> tuple[tuple[int, ...], ...]:
+    found = []
+    for item in _items("bad_words", value, MAX_BAD_WORDS, "words"):
+        ids = _items("bad_words", item, MAX_BAD_WORD_TOKENS, "tokens in one word")
+        check_token_ids("bad_words", ids, token_count)
+        found.append(tuple(token for token in ids if isinstance(token, int)))
+    return tuple(dict.fromkeys(filter(None, found)))
 
 
 def _logit_bias(value: object, token_count: int) -> tuple[tuple[int, float], ...]:

@@ -13,7 +13,19 @@ import pytest
 import surefoot
 
 ROOT = Path(surefoot.__file__).parent
-ROOT_MODULES = {"types", "errors", "config", "spec", "plan", "testing", "gguf", "checkpoint", "sampling", "faults"} | {
+ROOT_MODULES = {
+    "types",
+    "errors",
+    "config",
+    "grammar",
+    "spec",
+    "plan",
+    "testing",
+    "gguf",
+    "checkpoint",
+    "sampling",
+    "faults",
+} | {
     "architecture",  # ModelSpec and its tensors; read by
     "families",  # config.json of each family, through
     "reading",  # strict reads

@@ -136,7 +136,11 @@ class LocalEngine:
         except BaseException:
             self.loop.stop()
             raise
+        self.loop.run(self._learn())
         self._finalizer = weakref.finalize(self, _close, self.loop, self.client)
+
+    async def _learn(self) -> None:
+        self.client.learn(self.tokenizer.vocabulary())
 
     def close(self) -> None:
         """End the worker. Done by itself when the object or the interpreter goes; twice is fine."""

@@ -228,9 +228,15 @@ class Server:
         from surefoot.api.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(self._files)
+        vocabulary = tokenizer.vocabulary()
         read = self._server.generation_config == "auto"
         defaults = read_generation_defaults(self._files) if read else GenerationDefaults()
-        return lambda client: create_app(client, tokenizer, self._server, defaults)
+
+        def build(client: EngineClient) -> ASGIApp:
+            client.learn(vocabulary)
+            return create_app(client, tokenizer, self._server, defaults)
+
+        return build
 
     def _announce(self, client: EngineClient) -> None:
         seconds = time.time() - psutil.Process().create_time()

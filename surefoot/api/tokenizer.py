@@ -24,6 +24,7 @@ from surefoot.api.tiktoken import byte_alphabet
 from surefoot.checkpoint import Checkpoint
 from surefoot.errors import CheckpointError, InvalidRequest
 from surefoot.spec import read_json
+from surefoot.types import Vocabulary
 
 _SPACE = "\u2581"  # how SentencePiece writes a space
 _CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
@@ -69,6 +70,10 @@ class Tokenizer:
     def reply_prefix(self) -> str:
         """Newlines that a model writes before each answer of a chat, which are no part of it (`ChatTemplate`)."""
         return "" if self._template is None else self._template.reply_prefix
+
+    def vocabulary(self) -> Vocabulary:
+        """What the worker knows of text: what tokens stand for."""
+        return Vocabulary(tokens=tuple(self._bytes), specials=tuple(sorted(self.special_ids)))
 
     def special_id(self, text: str) -> int | None:
         """The id of a special token by its text."""

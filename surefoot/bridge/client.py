@@ -24,7 +24,7 @@ from surefoot.bridge.suspicion import Suspicion
 from surefoot.bridge.watch import STALL_SECONDS, Watch
 from surefoot.config import EngineConfig
 from surefoot.errors import EngineFailure, Overloaded, RequestError, StartupError
-from surefoot.types import Event, Failed, Request, SamplingParams, Snapshot
+from surefoot.types import Event, Failed, Request, SamplingParams, Snapshot, Vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +73,7 @@ class EngineClient:
         self._stopping = False
         self._blocks: int | None = None  # KV blocks that were asked for last, also of workers to come
         self._resizing: list[asyncio.Future[wire.Resized]] = []
+        self._vocabulary: Vocabulary | None = None
         self._watch = Watch(asyncio.get_running_loop().time)
         self._life = asyncio.create_task(self._live())
 
@@ -196,6 +197,8 @@ class EngineClient:
             break
         self._link, self.info = link, link.info
         self._watch.heard(link.worker)
+        if self._vocabulary is not None:
+            link.send(wire.Learn(vocabulary=self._vocabulary))
         if self._blocks is not None:
             link.send(wire.Resize(blocks=self._blocks))
         log.warning("a new worker is ready; %d requests go on", len(self._handles))
@@ -286,6 +289,12 @@ class EngineClient:
         """Requests admitted that have not emitted yet, and their prompt tokens."""
         waiting = [handle.prompt_tokens for handle in self._handles.values() if not handle.started]
         return len(waiting), sum(waiting)
+
+    def learn(self, vocabulary: Vocabulary) -> None:
+        """Tell the worker, and all after it, what tokens stand for: before the first request with a grammar."""
+        self._vocabulary = vocabulary
+        if self._link is not None:
+            self._link.send(wire.Learn(vocabulary=vocabulary))
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 

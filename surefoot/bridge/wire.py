@@ -1,8 +1,8 @@
 """What the API process and the worker say to each other, and how it looks on the socket.
 
 A frame is a 4-byte little-endian length and that many bytes of msgpack: one tagged struct. Prompt ids travel as raw
-int32 bytes. Down to the worker go Start, then Learn, Add, Cancel and Resize, and Stop; up come Progress while it loads, then
-Ready, one Step per engine step, Resized, and Fatal as its last word.
+int32 bytes. Down to the worker go Start and Learn, then Add, Cancel and Resize, and Stop; up come Progress while it
+loads, then Ready, one Step per engine step, Resized, and Fatal as its last word.
 
     |<-- 4 bytes -->|<------- length bytes ------->|
     [ length, <u32 ][ {"type": "Add", "request": … } ][ length …

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,10 +19,13 @@ from torch import Tensor
 from surefoot.device import memory
 from surefoot.device.gpu_cache import GpuCache
 from surefoot.device.gpu_inputs import BlockTables, Draw, Shape, Staging, pack
-from surefoot.device.gpu_runner import PREFILL_ROWS, GpuRunner
-from surefoot.device.gpu_sampler import GpuSampler, Outcome, read, to_host
+from surefoot.device.gpu_runner import MOST_FORKS, PREFILL_ROWS, GpuRunner
+from surefoot.device.gpu_sampler import GpuSampler, Key, Outcome, read, to_host
+from surefoot.device.grammar import DeadEnd, Grammars, Mask
+from surefoot.device.sampler import NOTHING_ALLOWED
 from surefoot.faults import Faults
 from surefoot.types import (
+    PENDING,
     FailureKind,
     Limits,
     RowDone,
@@ -31,6 +35,7 @@ from surefoot.types import (
     StepFailed,
     StepPlan,
     Ticket,
+    Vocabulary,
     Work,
 )
 
@@ -48,6 +53,8 @@ class Flight:
     token_finite: Tensor | None = None
     passed: torch.cuda.Event | None = None
     failure: memory.Failure | None = None
+    dead: Mapping[Key, str] = field(default_factory=dict)
+    """Rows whose grammar lets nothing follow, and why."""
     began: float = 0.0
 
 
@@ -67,6 +74,9 @@ class GpuExecutor:
         most = max_draws(limits)
         tokens = limits.max_num_batched_tokens + limits.max_num_seqs
         self._staging = Staging(tokens=tokens, rows=limits.max_num_seqs + PREFILL_ROWS, samples=most, device=device)
+        self._grammars = Grammars(
+            eos=limits.eos_token_ids, token_count=runner.spec.token_count, rows=limits.max_num_seqs
+        )
         self._sampler = GpuSampler(runner.spec, most=most, device=device)
         self._flights: deque[Flight] = deque()
 
@@ -107,6 +117,10 @@ class GpuExecutor:
         outcome = memory.guard(lambda: self._cache.hold(blocks))
         return None if isinstance(outcome, memory.Ok) else outcome.reason
 
+    def learn(self, vocabulary: Vocabulary) -> None:
+        """What tokens stand for, as grammars need to know."""
+        self._grammars.learn(vocabulary)
+
     @torch.inference_mode()
     def capture(self, shape: Shape) -> None:
         """Capture the graph of a shape, after one eager run of the same."""
@@ -130,6 +144,7 @@ class GpuExecutor:
         works = (self._control_work(),) if plan.control else _decodes_first(plan.works)
         self._cache.copy(plan.copies)
         self._admit(works)
+        self._grammars.prepare(works)
         found = None if plan.control or "row:nan" in struck else self._graph_shape(works)
         shape = found or _exact_shape(works)
         arrays = self._staging.begin(shape)
@@ -145,11 +160,50 @@ class GpuExecutor:
             if "row:nan" in struck and plan.works:
                 finite[: len(works[0].tokens)] = False
             logits = self._runner.logits(hidden) if draws else hidden
-        outcome = self._sampler.launch(logits, draws, tensors.rows, self._pool) if draws else None
+        allowed, dead = self._allowed(works)
+        outcome = self._sampler.launch(logits, draws, tensors.rows, self._pool, allowed) if draws else None
         token_finite = to_host(finite)
         passed = torch.cuda.Event()  # type: ignore[no-untyped-call]
         passed.record()
-        return Flight(plan, works, draws, outcome, token_finite, passed)
+        return Flight(plan, works, draws, outcome, token_finite, passed, dead=dead)
+
+    def _allowed(self, works: Sequence[Work]) -> tuple[dict[Key, Mask], dict[Key, str]]:
+        """What may follow in rows with a grammar, and those that are at a dead end.
+
+        The forward pass is running by now: the host waits for the tokens of the plan before, and no longer.
+        """
+        allowed: dict[Key, Mask] = {}
+        dead: dict[Key, str] = {}
+        for work in works:
+            if not work.samples or work.params.grammar is None:
+                continue
+            pending = self._pending_token(work)
+            if work.tokens[-1] == PENDING and pending is None:
+                continue  # the plan before failed, and this one will be dropped with it
+            try:
+                allowed[work.key] = self._grammars.allowed(work, partial(self._tail, work, pending))
+            except DeadEnd as error:
+                dead[work.key] = f"{error}; other requests are not affected."
+        return allowed, dead
+
+    def _pending_token(self, work: Work) -> int | None:
+        """The input of `work` that the plan before draws."""
+        before = self._flights[-1] if self._flights else None
+        if work.tokens[-1] != PENDING or before is None or before.passed is None or before.outcome is None:
+            return None
+        before.passed.synchronize()
+        for each in before.draws:
+            if each.work.key == work.key and each.sample.child == work.child:
+                return int(before.outcome.tokens[each.place])
+        return None
+
+    def _tail(self, work: Work, pending: int | None, count: int) -> list[int]:
+        """The last `count` tokens up to and with the inputs of `work`; what the plan does not say is read back."""
+        known = [*work.tokens] if pending is None else [*work.tokens[:-1], pending]
+        if count > len(known):
+            row = self._pool[work.slot, work.end - count : work.start]
+            known = [*row.tolist(), *known]
+        return known[len(known) - count :]
 
     def _graph_shape(self, works: Sequence[Work]) -> Shape | None:
         """The captured shape that this step can be padded to; steps with forks have more draws than rows, and none."""
@@ -195,8 +249,9 @@ class GpuExecutor:
                 bad.add(draw.work.key)
             else:
                 tokens[draw.work.key].append(token)
+        bad |= flight.dead.keys()
         done = {
-            work.key: RowDone(error=_not_finite(work)) if work.key in bad else RowDone(samples=tuple(tokens[work.key]))
+            work.key: RowDone(error=_why(flight, work)) if work.key in bad else RowDone(samples=tuple(tokens[work.key]))
             for work in flight.works
         }
         size = self._limits.block_size
@@ -206,7 +261,7 @@ class GpuExecutor:
 
 def max_draws(limits: Limits) -> int:
     """The most tokens that one step draws: a row each, or the children of one prompt (n ≤ 128)."""
-    return limits.max_num_seqs + 128
+    return limits.max_num_seqs + MOST_FORKS
 
 
 def _decodes_first(works: tuple[Work, ...]) -> tuple[Work, ...]:
@@ -232,6 +287,14 @@ def _bad_rows(flight: Flight) -> set[tuple[int, int]]:
             bad.add(work.key)
         at += len(work.tokens)
     return bad
+
+
+def _why(flight: Flight, work: Work) -> str:
+    """What is wrong with a row: its grammar, its numbers, or that nothing it is allowed to say is left."""
+    if work.key in flight.dead:
+        return flight.dead[work.key]
+    restricted = work.params.grammar is not None or work.params.allowed_token_ids is not None
+    return NOTHING_ALLOWED if restricted and work.key not in _bad_rows(flight) else _not_finite(work)
 
 
 def _not_finite(work: Work) -> str:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from surefoot.device.gpu_inputs import Draw
+from surefoot.device.grammar import Mask
 from surefoot.device.sampler import reshapes
 from surefoot.ops.sample_triton import Drawn, Rows, draw
 from surefoot.spec import ModelSpec
 from surefoot.types import Sampled, SamplingParams
+
+Key = tuple[int, int]
+"""Request and child."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +51,21 @@ class GpuSampler:
         self._device = device
         self.drawn = Drawn.allocate(most, spec.token_count, device)
 
-    def launch(self, logits: Tensor, draws: Sequence[Draw], rows: Rows, pool: Tensor) -> Outcome:
-        """Draw from `logits` [places, vocabulary]; places without a draw are padding and are drawn to nowhere."""
+    def launch(
+        self, logits: Tensor, draws: Sequence[Draw], rows: Rows, pool: Tensor, allowed: Mapping[Key, Mask] | None = None
+    ) -> Outcome:
+        """Draw from `logits` [places, vocabulary]; places without a draw are padding and are drawn to nowhere.
+
+        `allowed` are the tokens that may follow in rows with a grammar.
+        """
         asked = [each for each in draws if each.work.params.logprobs is not None]
         raw = logits[_places(asked), : self._token_count].float() if asked else None
         shaped = [each for each in draws if reshapes(each.work.params, each.sample.index)]
         if shaped:
             logits = logits.float()
-            logits[_places(shaped)] = self._shape(logits[_places(shaped)], shaped, pool)
+            logits[_places(shaped)] = self._shape(
+                self._allow(logits[_places(shaped)], shaped, allowed or {}), shaped, pool
+            )
         limited = any(_limited(each.work.params) for each in draws)
         draw(logits, self._token_count, rows, self.drawn, pool, limited=limited)
         count = 1 + max(_places(draws))
@@ -70,9 +82,22 @@ class GpuSampler:
         chosen = raw.gather(1, self.drawn.token[_places(asked)].long()[:, None]) - total
         return Logprobs(asked, to_host(chosen[:, 0]), to_host(values - total), to_host(ids))
 
+    def _allow(self, logits: Tensor, draws: Sequence[Draw], allowed: Mapping[Key, Mask]) -> Tensor:
+        """-inf on float32 rows [k, vocabulary] for what a grammar does not allow."""
+        rows = [row for row, each in enumerate(draws) if each.work.key in allowed]
+        if rows:
+            packed = torch.from_numpy(np.stack([allowed[draws[row].work.key] for row in rows])).pin_memory()
+            bits = packed.to(self._device, non_blocking=True)[:, :, None] >> torch.arange(8, device=self._device)
+            forbidden = (bits & 1).flatten(1)[:, : self._token_count] == 0
+            at = torch.tensor(rows, device=self._device)
+            kept = logits[at]
+            kept[:, : self._token_count].masked_fill_(forbidden, -torch.inf)
+            logits[at] = kept
+        return logits
+
     def _shape(self, logits: Tensor, draws: Sequence[Draw], pool: Tensor) -> Tensor:
         """Minimum length, bias and penalties on float32 rows [k, vocabulary], all rows together and without a sync."""
-        self._forbid_and_bias(logits, draws)
+        self._forbid_and_bias(logits, draws, pool)
         params = [each.work.params for each in draws]
         if all(_no_penalty(each) for each in params):
             return logits
@@ -91,7 +116,7 @@ class GpuSampler:
         repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
         return torch.where(seen, repeated, logits) - presence * (counts > 0) - frequency * counts
 
-    def _forbid_and_bias(self, logits: Tensor, draws: Sequence[Draw]) -> None:
+    def _forbid_and_bias(self, logits: Tensor, draws: Sequence[Draw], pool: Tensor) -> None:
         forbidden = [
             (row, token)
             for row, each in enumerate(draws)
@@ -101,11 +126,25 @@ class GpuSampler:
         if forbidden:
             rows, tokens = torch.tensor(forbidden, device=self._device).unbind(1)
             logits[rows, tokens] = -torch.inf
+        self._keep_and_ban(logits, draws, pool)
         biases = [(row, *bias) for row, each in enumerate(draws) for bias in each.work.params.logit_bias]
         if biases:
             where = torch.tensor([bias[:2] for bias in biases], device=self._device).unbind(1)
             values = torch.tensor([bias[2] for bias in biases], device=self._device)
             logits.index_put_(where, values, accumulate=True)
+
+    def _keep_and_ban(self, logits: Tensor, draws: Sequence[Draw], pool: Tensor) -> None:
+        """allowed_token_ids, and the last token of each banned sequence whose others the output ends with."""
+        for row, each in enumerate(draws):
+            params, slot, end = each.work.params, each.work.slot, each.work.end
+            if params.allowed_token_ids is not None:
+                kept = torch.tensor(params.allowed_token_ids, device=self._device)
+                values = logits[row, kept]
+                logits[row].fill_(-torch.inf)[kept] = values
+            for *before, last in params.bad_token_ids:
+                if len(before) <= each.sample.index:
+                    said = pool[slot, end - len(before) : end] == torch.tensor(before, device=self._device)
+                    logits[row, last] = torch.where(said.all(), -torch.inf, logits[row, last])
 
     def _column(self, values: Sequence[float]) -> Tensor:
         return torch.tensor(values, device=self._device)[:, None]

@@ -39,6 +39,18 @@ def forbid_(logits: Tensor, tokens: Sequence[int]) -> None:
     logits[[token for token in tokens if token < logits.shape[0]]] = -torch.inf
 
 
+def allow_(logits: Tensor, allowed: Tensor) -> None:
+    """Set to -inf in place where `allowed` [at least vocabulary] uint8 is 0."""
+    logits.masked_fill_(allowed[: logits.shape[0]] == 0, -torch.inf)
+
+
+def keep_(logits: Tensor, tokens: Sequence[int]) -> None:
+    """Set the logits of all but `tokens` to -inf in place."""
+    kept = list(tokens)
+    values = logits[kept]
+    logits.fill_(-torch.inf)[kept] = values
+
+
 def bias_(logits: Tensor, bias: Sequence[tuple[int, float]]) -> None:
     """Add to single logits in place."""
     ids, values = zip(*bias, strict=True)
