@@ -19,11 +19,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import surefoot
-from surefoot.api import memory, openai
+from surefoot.api import memory, messages_reply, openai
 from surefoot.api.body import read_json_object
 from surefoot.api.deadline import Patience
 from surefoot.api.engine import Engine
 from surefoot.api.gate import Gate, JsonResponse, error_response
+from surefoot.api.messages import CountRequest, MessagesRequest
+from surefoot.api.messages_reply import Messages
 from surefoot.api.metrics import Metrics
 from surefoot.api.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from surefoot.api.replies import ChatReply, CompletionReply, Reply
@@ -66,7 +68,7 @@ def create_app(
         description="OpenAI-compatible inference where a request that fails, fails alone.",
     )  # fmt: skip
     app.router.redirect_slashes = False
-    api.route(app, Responses(serving, api.read))
+    api.route(app, Responses(serving, api.read), Messages(serving, api.read))
     app.add_exception_handler(RequestError, api.refuse)
     app.add_exception_handler(HTTPException, api.refuse_route)
     app.add_middleware(Gate, keys=config.api_key, admin_keys=config.admin_api_key, metrics=metrics)
@@ -81,7 +83,7 @@ class Api:
         self._max_body_bytes, self._drain_timeout = max_body_bytes, drain_timeout
         self._created = int(time.time())
 
-    def route(self, app: FastAPI, responses: Responses) -> None:
+    def route(self, app: FastAPI, responses: Responses, messages: Messages) -> None:
         """Every route of the API."""
         post, get = ["POST"], ["GET"]
         for path, endpoint, methods, schema in (
@@ -91,6 +93,8 @@ class Api:
             ("/v1/responses/{id}", responses.get, get, None),
             ("/v1/responses/{id}", responses.delete, ["DELETE"], None),
             ("/v1/responses/{id}/cancel", responses.cancel, post, None),
+            (messages_reply.PATH, messages.create, post, MessagesRequest),
+            (messages_reply.PATH + "/count_tokens", messages.count, post, CountRequest),
             ("/v1/models", self.models, get, None),
             ("/v1/models/{name:path}", self.model, get, None),
             ("/tokenize", self.tokenize, post, TokenizeRequest),
@@ -222,6 +226,8 @@ class Api:
         """A RequestError as its HTTP answer."""
         assert isinstance(error, RequestError)
         self._metrics.error(error.type)
+        if request.url.path.startswith(messages_reply.PATH):
+            return messages_reply.refusal(error)
         return error_response(error)
 
     async def refuse_route(self, request: Request, error: Exception) -> Response:

@@ -103,10 +103,16 @@ class Gate:
 
 def _known(scope: Scope, keys: Sequence[bytes]) -> bool:
     """Takes as long for a wrong key as for a right one, and as long for the first key as for the last."""
-    given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-    scheme, _, key = given.partition(b" ")
-    matches = [hmac.compare_digest(key.strip(), known) for known in keys]
-    return scheme.lower() == b"bearer" and any(matches)
+    key = credential(scope)
+    matches = [hmac.compare_digest(key, known) for known in keys]
+    return bool(key) and any(matches)
+
+
+def credential(scope: Scope) -> bytes:
+    """The key that came along: `Authorization: Bearer …`, or `X-Api-Key: …` as Anthropic's clients send it."""
+    headers: dict[bytes, bytes] = dict(scope["headers"])
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()
 
 
 def _method(method: str) -> str:

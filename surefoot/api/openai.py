@@ -8,6 +8,7 @@ here (`user`, `metadata`, …) are accepted with any value of their type.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
@@ -352,6 +353,14 @@ def parse(schema: type[_S], body: dict[str, Any]) -> _S:
         return schema.model_validate(body)
     except ValidationError as error:
         raise _explain(schema, error) from None
+
+
+def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
+    """An error about a chat, in the words of an endpoint that calls some fields of a chat by other `names`."""
+    message = error.message
+    for ours, theirs in names.items():
+        message = re.sub(rf"\b{ours}\b", theirs, message)
+    return InvalidRequest(message, param=names.get(error.param or "", error.param))
 
 
 def _explain(schema: type[Schema], error: ValidationError) -> InvalidRequest:

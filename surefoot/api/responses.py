@@ -8,7 +8,6 @@ Everything below is the chat endpoint's: one set of checks, with the names of fi
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
@@ -22,7 +21,7 @@ Message = dict[str, Any]
 """One turn, as /v1/chat/completions takes it."""
 
 LOGPROBS: Final = "message.output_text.logprobs"
-_FIELDS: Final = {
+FIELDS: Final = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
@@ -250,7 +249,7 @@ class ResponsesRequest(Schema):
             request = openai.parse(ChatRequest, {name: value for name, value in body.items() if value is not None})
             request.check()
         except InvalidRequest as error:
-            raise renamed(error) from None
+            raise openai.renamed(error, FIELDS) from None
         return request
 
     @property
@@ -265,11 +264,3 @@ class ResponsesRequest(Schema):
             "cache_salt",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}
-
-
-def renamed(error: InvalidRequest) -> InvalidRequest:
-    """An error about a chat, in the words of this endpoint."""
-    message = error.message
-    for ours, theirs in _FIELDS.items():
-        message = re.sub(rf"\b{ours}\b", theirs, message)
-    return InvalidRequest(message, param=_FIELDS.get(error.param or "", error.param))

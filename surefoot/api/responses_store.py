@@ -19,8 +19,9 @@ import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 
-from surefoot.api.gate import JsonResponse
-from surefoot.api.responses import Message, ResponsesRequest, renamed
+from surefoot.api.gate import JsonResponse, credential
+from surefoot.api.openai import renamed
+from surefoot.api.responses import FIELDS, Message, ResponsesRequest
 from surefoot.api.responses_reply import ResponseReply
 from surefoot.api.serving import RETRY_AFTER, Serving
 from surefoot.api.sse import EventStream, unless_disconnected
@@ -87,7 +88,7 @@ class Responses:
         try:
             job = await unless_disconnected(request.receive, self._serving.chat_job(chat, arrival))
         except InvalidRequest as error:
-            raise renamed(error) from None
+            raise renamed(error, FIELDS) from None
         reply = ResponseReply(asked, job, self._serving.check_model(asked.model), self._serving.tokenizer)
         kept = Kept(reply, owner, [*before, *asked.messages()])
         if asked.background:
@@ -211,4 +212,4 @@ async def _stop(kept: Kept) -> None:
 
 def _owner(request: Request) -> bytes:
     """Whose request this is; the key itself is not kept."""
-    return hashlib.sha256(request.headers.get("authorization", "").encode()).digest()
+    return hashlib.sha256(credential(request.scope)).digest()

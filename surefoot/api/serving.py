@@ -182,6 +182,15 @@ class Serving:
             timeout=request.timeout,
         )
 
+    async def chat_ids(self, request: ChatRequest) -> list[int]:
+        """The prompt that a chat comes to, whether it fits or not. Raises RequestError."""
+        self.check_model(request.model)
+        return await self._prepare(
+            lambda: self.tokenizer.encode(
+                self._chat(request.messages, request.offered(), True), add_special_tokens=False
+            )
+        )
+
     async def tokenize(self, request: TokenizeRequest) -> tuple[list[int], list[str] | None]:
         """Ids, and strings where wanted, of a text or of a chat; no limit on their number but the body's."""
         self.check_model(request.model)

@@ -63,9 +63,14 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, first: bytes, frames: AsyncGenerator[bytes, None], on_error: Callable[[RequestError], None]
+        self,
+        first: bytes,
+        frames: AsyncGenerator[bytes, None],
+        on_error: Callable[[RequestError], None],
+        last_words: Callable[[RequestError], bytes] = lambda error: frame(error.body()),
     ) -> None:
         super().__init__()
+        self._words = last_words
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
         self.headers["x-accel-buffering"] = "no"
@@ -92,7 +97,7 @@ class EventStream(Response):
 
     async def _last_words(self, send: Send, error: RequestError) -> None:
         self._on_error(error)
-        await _part(send, frame(error.body()))
+        await _part(send, self._words(error))
 
 
 async def _part(send: Send, data: bytes) -> None:
