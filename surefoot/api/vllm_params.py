@@ -119,4 +119,4 @@ class SamplingParams:
         return f"SamplingParams({given})"
 
 
-_SEQUENCES: Final = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
+_SEQUENCES: Final = ("stop", "stop_token_ids", "bad_words")
