@@ -11,7 +11,7 @@ import pytest
 import typer
 
 import surefoot
-from scripts import settings_page
+from scripts import settings_page, vllm_page
 from surefoot import cli, errors
 from surefoot.faults import ACTIONS, Faults
 
@@ -38,6 +38,11 @@ def test_every_error_has_a_line(kind: type[errors.SurefootError]) -> None:
     start = f"| `{kind.__name__}` | "
     start += f"{kind.status} | `{kind.type}` |" if issubclass(kind, errors.RequestError) else f"{kind.exit_code} |"  # type: ignore[attr-defined]
     assert [line for line in text("docs/errors.md").splitlines() if line.startswith(start)]
+
+
+def test_flags_of_vllm_are_those_that_are_taken() -> None:
+    """docs/vllm.md has what becomes of each flag, as the code does it."""
+    assert text("docs/vllm.md") == vllm_page.page(), "run python -m scripts.vllm_page"
 
 
 def test_examples_of_faults_are_rules() -> None:
