@@ -85,7 +85,9 @@ Block = Annotated[
     | Annotated[UseBlock, Tag("type=tool_use")]
     | Annotated[ResultBlock, Tag("type=tool_result")]
     | Annotated[ThoughtBlock, Tag("type=thinking")],
-    Discriminator(_kind),
+    Discriminator(
+        _kind, custom_error_type="block", custom_error_message="must be text, tool_use, tool_result or thinking"
+    ),
 ]
 
 

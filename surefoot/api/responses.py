@@ -109,7 +109,11 @@ Item = Annotated[
     | Annotated[CallItem, Tag("type=function_call")]
     | Annotated[ResultItem, Tag("type=function_call_output")]
     | Annotated[ReasoningItem, Tag("type=reasoning")],
-    Discriminator(_kind),
+    Discriminator(
+        _kind,
+        custom_error_type="item",
+        custom_error_message="must be a message, function_call, function_call_output or reasoning",
+    ),
 ]
 
 
