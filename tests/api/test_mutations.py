@@ -52,11 +52,12 @@ PROMPT: dict[str, Any] = {
     "tool_choice": {"type": "auto"},
 }
 MESSAGE: dict[str, Any] = {
-    **PROMPT, "max_tokens": 5, "stop_sequences": ["a"], "thinking": {"type": "disabled"}, "metadata": {}, "stream": False
+    **PROMPT, "max_tokens": 5, "stop_sequences": ["a"], "thinking": {"type": "disabled"}, "metadata": {},
+    "stream": False,
 }  # fmt: skip
 VALUES: list[Any] = [
-    None, True, 0, -1, 1.5, "", "x", [], {}, [None], [[]], {"type": 5}, {"type": "text"}, {"type": ["text"]}, "a" * 3000,
-    10**15, "\u0000", ["x"], [{"type": "message"}], {"a": {"b": []}}, "reasoning",
+    None, True, 0, -1, 1.5, "", "x", [], {}, [None], [[]], {"type": 5}, {"type": "text"}, {"type": ["text"]},
+    "a" * 3000, 10**15, "\u0000", ["x"], [{"type": "message"}], {"a": {"b": []}}, "reasoning",
 ]  # fmt: skip
 
 
