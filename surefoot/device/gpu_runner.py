@@ -18,6 +18,8 @@ from surefoot.types import Limits
 
 PREFILL_ROWS = 16
 """Prompts that a captured mixed step has room for."""
+MOST_FORKS = 128
+"""Samples that a step may draw beside one for each row: the children of one prompt."""
 MOST_PADDING = 256
 """Tokens of padding that a step of prompts is worth: computing them costs less than launching its kernels by hand."""
 
@@ -32,8 +34,9 @@ class GpuRunner:
         self.device = cache.data.device
         self._backend = backend
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self._plan_rows = min(limits.max_num_seqs + MOST_FORKS, attention.MAX_ROWS)
         self._plan = attention.DecodePlan.allocate(
-            limits.max_num_seqs,
+            self._plan_rows,
             spread=attention.decode_spread(spec.num_kv_heads, processors),
             heads=spec.num_heads,
             head_dim=spec.head_dim,
@@ -66,10 +69,13 @@ class GpuRunner:
 
         def attend(layer: int, qkv: Tensor, how: Attention) -> Tensor:
             kv = self.cache.layer(layer)
-            if layer == self.spec.num_layers - 1:
+            last = layer == self.spec.num_layers - 1
+            if last:
                 finite.append(qkv.flatten(1).sum(-1, dtype=torch.float32).isfinite())
             self._rotate_and_store(qkv, step, kv, how)
             q = qkv[:, :heads]
+            if last and prefill is not None and len(step.source) <= self._plan_rows:
+                return self._attend_sampled(q, kv, step, row_tables, how.scale).flatten(1)
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if prefill is None else prefill(q, kv, how.scale)
             if decodes:
                 attention.decode(
@@ -87,6 +93,22 @@ class GpuRunner:
         all_rows = step.shape.padded and not prefills  # one sample a row, one token a row
         hidden = self.network.forward(ids, attend, keep=None if all_rows else step.source)
         return hidden, finite[0]
+
+    def _attend_sampled(self, q: Tensor, kv: Tensor, step: StepTensors, row_tables: Tensor, scale: float) -> Tensor:
+        """Attention of the last layer, [tokens, heads, head_dim]: of tokens that are sampled from, as if they decoded.
+
+        What it holds for other tokens means nothing. Samples that are padding look at the first token.
+        """
+        source = step.source.long()
+        found = torch.searchsorted(step.starts, step.source, right=True) - 1
+        rows = found.clamp_(max=step.shape.rows - 1)  # a step of nothing but padding begins and ends at 0
+        lengths = step.position[source] + 1
+        attention.plan_decode(lengths, self._plan)
+        sampled = torch.empty(len(source), *q.shape[1:], dtype=q.dtype, device=q.device)
+        attention.decode(q[source], kv, row_tables[rows], lengths, self._plan, scale=scale, out=sampled)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out[source] = sampled
+        return out
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocabulary]."""
