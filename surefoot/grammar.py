@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 MAX_SOURCE: Final = 256 << 10
 """Characters of a grammar's source."""
 
+MAX_GBNF: Final = 16 << 10
+"""Characters of a grammar in GBNF, which is rewritten while a caller waits."""
+
 _LIMITS: Final[dict[str, Any]] = {
     "max_items_in_row": 2_000,
     "initial_lexer_fuel": 1_000_000,
@@ -71,12 +74,14 @@ def cfg(text: str, *, field: str) -> Grammar:
     """A context-free grammar: Lark's notation, or GBNF (`root ::= …`)."""
     if "::=" not in text:
         return lark(text, field=field)
+    if len(text) > MAX_GBNF:
+        raise InvalidRequest(f"{field} has {len(text):,} characters; GBNF may have {MAX_GBNF:,}.", param=field)
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:
         return lark(any_to_lark(text), field=field)
-    except (ValueError, LookupError, RecursionError) as error:
-        raise InvalidRequest(f"{field} is not a GBNF grammar: {error}", param=field) from None
+    except Exception as error:  # the converter raises its bare Exception for what it cannot read
+        raise InvalidRequest(f"{field} is not a GBNF grammar: {brief(str(error))}", param=field) from None
 
 
 def lark(text: str, *, field: str) -> Grammar:
@@ -142,8 +147,11 @@ class Compiler:
         from llguidance import LLMatcher
 
         matcher = LLMatcher(self._tokenizer, grammar.source, log_level=0, limits=self._limits)
+        first = b"" if matcher.is_error() else matcher.compute_bitmask()
         if matcher.is_error():
             raise GrammarError(brief(matcher.get_error()))
+        if not any(first):
+            raise GrammarError("nothing that could be said keeps to it")
         return matcher
 
 

@@ -16,7 +16,8 @@
     stop_token_ids                       at most 128 ids
     logprobs                             0 … 20, or None           alternatives per token
     allowed_token_ids                    at least one id, or None
-    bad_token_ids                        at most 256 sequences     1 … 32 token ids each; out of bad_words
+    bad_words                            at most 256 strings       1 … 100 characters each
+    bad_token_ids                        at most 1,024 sequences   of token ids, not empty
 
 The upper ends that vLLM does not have (temperature, repetition_penalty) keep float32 arithmetic on logits finite.
 """
@@ -39,7 +40,7 @@ MAX_STOP: Final = 16
 MAX_STOP_LENGTH: Final = 1000
 MAX_STOP_TOKEN_IDS: Final = 128
 MAX_BAD_WORDS: Final = 256
-MAX_BAD_WORD_TOKENS: Final = 32
+MAX_BAD_WORD_LENGTH: Final = 100
 
 _INT64 = 1 << 63
 _SMALLEST_TOP_P = 1e-6
@@ -88,6 +89,7 @@ def validate(params: SamplingParams, *, token_count: int) -> SamplingParams:
     fields["stop"] = _stop(params.stop)
     fields["stop_token_ids"] = _stop_token_ids(params.stop_token_ids, token_count)
     fields["allowed_token_ids"] = _allowed_token_ids(params.allowed_token_ids, token_count)
+    fields["bad_words"] = _bad_words(params.bad_words)
     fields["bad_token_ids"] = _bad_token_ids(params.bad_token_ids, token_count)
     if params.grammar is not None and not isinstance(params.grammar, Grammar):
         raise _refuse("grammar", "made by surefoot.grammar", params.grammar)
@@ -210,11 +212,19 @@ def _allowed_token_ids(value: object, token_count: int) -> tuple[int, ...] | Non
     return tuple(dict.fromkeys(item for item in items if isinstance(item, int)))
 
 
+def _bad_words(value: object) -> tuple[str, ...]:
+    words = _items("bad_words", () if value is None else value, MAX_BAD_WORDS, "words")
+    for word in words:
+        if not isinstance(word, str) or not 1 <= len(word) <= MAX_BAD_WORD_LENGTH:
+            raise _refuse("bad_words", f"made of strings of 1 to {MAX_BAD_WORD_LENGTH} characters", word)
+    return tuple(word for word in words if isinstance(word, str))
+
+
 def _bad_token_ids(value: object, token_count: int) -> tuple[tuple[int, ...], ...]:
     found = []
-    for item in _items("bad_words", value, MAX_BAD_WORDS, "words"):
-        ids = _items("bad_words", item, MAX_BAD_WORD_TOKENS, "tokens in one word")
-        check_token_ids("bad_words", ids, token_count)
+    for item in _items("bad_token_ids", value, 4 * MAX_BAD_WORDS, "sequences"):
+        ids = _items("bad_token_ids", item, token_count, "token ids")
+        check_token_ids("bad_token_ids", ids, token_count)
         found.append(tuple(token for token in ids if isinstance(token, int)))
     return tuple(dict.fromkeys(filter(None, found)))
 

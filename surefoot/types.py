@@ -48,7 +48,8 @@ class Vocabulary(Value, frozen=True, kw_only=True):
 class SamplingParams(Value, frozen=True, kw_only=True):
     """How to draw tokens. Names and defaults are vLLM's; `surefoot.sampling.validate` refuses what is out of range.
 
-    `stop` holds strings and is matched above the bridge, where text lives; everything else acts on token ids below it.
+    `stop` holds strings and is matched above the bridge, where text lives; `bad_words` become `bad_token_ids` there.
+    Everything else acts on token ids below it.
     """
 
     n: int = 1
@@ -70,6 +71,7 @@ class SamplingParams(Value, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     logprobs: int | None = None
     allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that an output may not contain."""
     grammar: Grammar | None = None

@@ -128,7 +128,7 @@ class LocalEngine:
     ) -> None:
         files = checkpoint.find(config.model, weights=config.load_format != "dummy")
         self.tokenizer: Tokenizer = load_tokenizer(files)
-        self.default_sampling_params = SamplingParams(**read_generation_defaults(files).given())
+        self.generation_defaults = read_generation_defaults(files)
         """What the model's generation_config.json recommends."""
         self.loop = LoopThread()
         try:
@@ -176,7 +176,7 @@ class LocalEngine:
             raise InvalidRequest(
                 f"Sampling parameters are SamplingParams, got {shown(params)}.", param="sampling_params"
             )
-        params = validate(params, token_count=self.tokenizer.token_count)
+        params = self.tokenizer.banning(validate(params, token_count=self.tokenizer.token_count))
         room = self.max_model_len - len(ids)
         wanted = params.max_tokens if params.max_tokens is not None else max(room, 1)
         if not ids:

@@ -14,60 +14,32 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 import msgspec
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationError,
     WithJsonSchema,
     model_validator,
 )
 
+from surefoot.api.schema import Only as Only
+from surefoot.api.schema import Schema as Schema
+from surefoot.api.schema import Tokens as Tokens
+from surefoot.api.schema import UnsupportedError
+from surefoot.api.schema import listed as listed
+from surefoot.api.structured import ResponseFormat, StructuredOutputs, grammar_of
 from surefoot.errors import InvalidRequest
-from surefoot.sampling import MAX_LOGPROBS, MAX_N, shown
-from surefoot.types import SamplingParams
+from surefoot.sampling import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_N, shown
+from surefoot.types import Grammar, SamplingParams
 
 MAX_TOOLS: Final = 128
 MAX_CHOICES: Final = 1024
 """Prompts × n in one request."""
 
 
-class _UnsupportedError(ValueError):
-    """Turned into the words a caller reads by `_explain`."""
-
-
-def Only(*neutral: object) -> Any:  # noqa: N802 - reads as an annotation
-    """The annotation of a field that is documented but not supported: `neutral` values, and null, ask for nothing."""
-    allowed = (None, *neutral)
-
-    def check(value: object) -> object:
-        if any(type(value) is type(item) and value == item for item in allowed):
-            return value
-        raise _UnsupportedError
-
-    schema = {"description": "Not supported yet; only values that ask for nothing are accepted.", "enum": list(allowed)}
-    return Annotated[Any, BeforeValidator(check), WithJsonSchema(schema)]
-
-
-class Schema(BaseModel):
-    """Strict: no conversion between types, no unknown field."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
 class StreamOptions(Schema):
     include_usage: bool | None = None
     include_obfuscation: Only(False) = None  # type: ignore[valid-type]
     continuous_usage_stats: Only(False) = None  # type: ignore[valid-type]
-
-
-def listed(value: object) -> object:
-    """One string counts as a list of it."""
-    return [value] if isinstance(value, str) else value
-
-
-Tokens = Annotated[int, Field(ge=1, lt=1 << 63)]
-"""A number of tokens to generate."""
 
 
 class Sampling(Schema):
@@ -101,6 +73,14 @@ class Sampling(Schema):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS)] | None = None
+    allowed_token_ids: list[int] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     _plain: ClassVar[tuple[str, ...]] = (
         "n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
@@ -127,7 +107,20 @@ class Sampling(Schema):
             logit_bias=tuple((self.logit_bias or {}).items()),  # type: ignore[arg-type]  # ids are strings in JSON
             stop=tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
+            bad_words=tuple(self.bad_words or ()),
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            grammar=self.grammar(),
             **given,
+        )
+
+    def grammar(self) -> Grammar | None:
+        """What the output has to be, if anything. Raises InvalidRequest."""
+        return grammar_of(
+            self.response_format,
+            self.structured_outputs,
+            guided={
+                name: getattr(self, name) for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+            },
         )
 
     def alternatives(self) -> int | None:
@@ -227,7 +220,6 @@ class ChatRequest(Sampling):
     prediction: Only() = None  # type: ignore[valid-type]
     prompt_cache_options: Only() = None  # type: ignore[valid-type]
     reasoning_effort: Only("none") = None  # type: ignore[valid-type]
-    response_format: Only({"type": "text"}) = None  # type: ignore[valid-type]
     tool_choice: Only("none", "auto") = None  # type: ignore[valid-type]
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     verbosity: Only("medium") = None  # type: ignore[valid-type]
@@ -376,7 +368,7 @@ def _explain(schema: type[Schema], error: ValidationError) -> InvalidRequest:
     if first["type"] == "missing":
         return InvalidRequest(f"{path} is required.", param=field)
     cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, _UnsupportedError):
+    if isinstance(cause, UnsupportedError):
         return InvalidRequest(f"{path} is not supported yet, got {shown(first['input'])}; leave it out.", param=field)
     rule = str(cause) if cause else first["msg"][0].lower() + first["msg"][1:]
     return InvalidRequest(f"{path}: {rule}, got {shown(first['input'])}.", param=field)

@@ -19,6 +19,7 @@ import msgspec
 from surefoot.api.deadline import Deadline, Patience
 from surefoot.api.detok import Detokenizer
 from surefoot.api.engine import Engine, Handle
+from surefoot.api.grammar import Checker
 from surefoot.api.metrics import Metrics
 from surefoot.api.openai import ChatRequest, CompletionRequest, DetokenizeRequest, Prompt, TokenizeRequest
 from surefoot.api.openai import Message as ChatMessage
@@ -102,6 +103,7 @@ class Serving:
         self.names = tuple(names)
         self.defaults = defaults
         self._dialect = dialect_of(tokenizer)
+        self._checker = Checker(tokenizer.vocabulary, engine.info.limits.eos_token_ids)
         self._preparing = 0
         self._max_preparing = max_preparing
 
@@ -137,7 +139,7 @@ class Serving:
 
     async def chat_job(self, request: ChatRequest, arrival: float) -> Job:
         """Render, tokenize and fit a chat. Raises RequestError."""
-        params = self._params(request)
+        params = await self._params(request)
         self.check_model(request.model)
         tools = request.offered()
         generation = request.add_generation_prompt is not False
@@ -158,14 +160,17 @@ class Serving:
             timeout=request.timeout,
         )
 
-    def _params(self, request: ChatRequest | CompletionRequest) -> SamplingParams:
-        """The request's parameters over the model's defaults; `max_tokens` is left to `_fit`."""
+    async def _params(self, request: ChatRequest | CompletionRequest) -> SamplingParams:
+        """The request's parameters over the model's defaults; `max_tokens` is left to `_fit`. Raises RequestError."""
         defaults = {name: value for name, value in self.defaults.given().items() if name != "max_tokens"}
-        return validate(request.params(defaults), token_count=self.tokenizer.token_count)
+        params = validate(request.params(defaults), token_count=self.tokenizer.token_count)
+        if params.grammar is not None:
+            await self._checker.check(params.grammar)
+        return self.tokenizer.banning(params)
 
     async def completion_job(self, request: CompletionRequest, arrival: float) -> Job:
         """Tokenize and fit the prompts of a completion. Raises RequestError."""
-        params = self._params(request)
+        params = await self._params(request)
         self.check_model(request.model)
         special = request.add_special_tokens is not False
         prompts = await self._prepare(lambda: [self._prompt_ids(prompt, special=special) for prompt in request.prompts])

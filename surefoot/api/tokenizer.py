@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
 from tokenizers import AddedToken, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -24,7 +25,7 @@ from surefoot.api.tiktoken import byte_alphabet
 from surefoot.checkpoint import Checkpoint
 from surefoot.errors import CheckpointError, InvalidRequest
 from surefoot.spec import read_json
-from surefoot.types import Vocabulary
+from surefoot.types import SamplingParams, Vocabulary
 
 _SPACE = "\u2581"  # how SentencePiece writes a space
 _CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
@@ -93,6 +94,14 @@ class Tokenizer:
             add_special_tokens = False
         # A batch of one: unlike `encode` it lets other threads run meanwhile, and it skips the offsets.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def banning(self, params: SamplingParams) -> SamplingParams:
+        """Parameters whose bad words are token ids too: each word by itself, and as it stands after a space."""
+        if not params.bad_words:
+            return params
+        found = [self.encode(word.lstrip(), add_special_tokens=False) for word in params.bad_words]
+        found += [self.encode(" " + word.lstrip(), add_special_tokens=False) for word in params.bad_words]
+        return replace(params, bad_token_ids=(*params.bad_token_ids, *dict.fromkeys(map(tuple, filter(None, found)))))
 
     def render_chat(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, tools: Sequence[Tool] | None = None

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Self
 
+from surefoot import grammar
 from surefoot.errors import InvalidRequest
 from surefoot.sampling import shown
+from surefoot.types import Grammar
 from surefoot.types import SamplingParams as Native
 
 
@@ -28,6 +30,42 @@ class RequestOutputKind(enum.Enum):
     FINAL_ONLY = 2
 
 
+class StructuredOutputsParams:
+    """What an output has to be: one of JSON by a schema, a regular expression, a choice, a grammar, any JSON object.
+
+    Raises TypeError for a name that vLLM does not have, and BadRequest where none or several are given.
+    """
+
+    _KINDS: Final[Mapping[str, Callable[..., Grammar]]] = {
+        "json": grammar.json_schema, "regex": grammar.regex, "choice": grammar.choice, "grammar": grammar.cfg,
+    }  # fmt: skip
+    _NEUTRAL: Final = (
+        "disable_fallback", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern",
+        "structural_tag", "backend",
+    )  # fmt: skip
+
+    def __init__(self, *, json_object: bool | None = None, **fields: Any) -> None:
+        for name, value in fields.items():
+            if name not in self._KINDS and name not in self._NEUTRAL:
+                raise TypeError(f"{type(self).__name__} has no field {name!r}.")
+            if name in self._NEUTRAL and value not in (None, False, "auto"):
+                raise BadRequest(f"{name}={shown(value)} cannot be honoured here; leave it out.", param=name)
+        self._given = {name: fields[name] for name in self._KINDS if fields.get(name) is not None}
+        self._json_object = bool(json_object)
+        if len(self._given) + self._json_object != 1:
+            raise BadRequest(f"Give one of {', '.join(self._KINDS)} and json_object.", param="structured_outputs")
+
+    def made(self, field: str) -> Grammar:
+        """As our engine takes it. Raises InvalidRequest naming `field`."""
+        for name, value in self._given.items():
+            return self._KINDS[name](value, field=field)
+        return grammar.json_object(field=field)
+
+
+GuidedDecodingParams = StructuredOutputsParams
+"""Its name in 2024."""
+
+
 _DEFAULTS: Final[Mapping[str, Any]] = {
     "n": 1, "best_of": None, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
     "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None, "stop": None, "stop_token_ids": None,
@@ -39,7 +77,10 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
     "extra_args": None, "skip_reading_prefix_cache": None, "thinking_token_budget": None,
     "repetition_detection": None, "use_beam_search": False, "length_penalty": 1.0, "early_stopping": False,
 }  # fmt: skip
-_OURS: Final = ("best_of", "detokenize", "output_kind", "truncate_prompt_tokens", "top_k", "logit_bias", "seed")
+_STRUCTURED: Final = ("structured_outputs", "guided_decoding")
+_OURS: Final = (
+    "best_of", "detokenize", "output_kind", "truncate_prompt_tokens", "top_k", "logit_bias", "seed", *_STRUCTURED
+)  # fmt: skip
 """Fields that are seen to here rather than passed on."""
 _NATIVE: Final = tuple(name for name in _DEFAULTS if name in Native.__struct_fields__ and name not in _OURS)
 _NEUTRAL: Final[Mapping[str, Any]] = {
@@ -86,19 +127,28 @@ class SamplingParams:
                 continue
             raise BadRequest(f"{name}={shown(value)} cannot be honoured here; leave it out.", param=name)
 
-    def native(self, stop_token_ids: Sequence[int] = ()) -> Native:
-        """The same for our engine, with `stop_token_ids` besides its own. Raises BadRequest."""
+    def native(self) -> Native:
+        """The same for our engine. Raises BadRequest."""
         self._check()
         given = {name: self.__dict__[name] for name in _NATIVE}
         given |= {name: () for name, value in given.items() if value is None and name in _SEQUENCES}
-        given["stop_token_ids"] = (*(given["stop_token_ids"]), *stop_token_ids)
         seed, top_k, bias = (self.__dict__[name] for name in ("seed", "top_k", "logit_bias"))
         return Native(
             **given,
             seed=None if seed == -1 else seed,
             top_k=0 if top_k is None else top_k,
             logit_bias=tuple(bias.items() if isinstance(bias, Mapping) else bias or ()),
+            grammar=self._grammar(),
         )
+
+    def _grammar(self) -> Grammar | None:
+        for name in _STRUCTURED:
+            wanted = self.__dict__[name]
+            if wanted is not None:
+                if not isinstance(wanted, StructuredOutputsParams):
+                    raise BadRequest(f"{name} must be StructuredOutputsParams, got {shown(wanted)}.", param=name)
+                return wanted.made(name)
+        return None
 
     def clone(self) -> Self:
         """A copy that may be changed."""

@@ -20,22 +20,22 @@ WORKS: dict[str, Any] = {
     "max_tokens": 5, "max_completion_tokens": 5, "stop": ["a"], "logit_bias": {"1": 1}, "user": "u",
     "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "safety_identifier": "s", "prompt_cache_key": "k",
     "prompt_cache_retention": "24h", "parallel_tool_calls": True, "messages": TURN["messages"], "prompt": "x",
-    "include_usage": True, "tools": [{"type": "function", "function": {"name": "f"}}],
+    "include_usage": True, "response_format": {"type": "json_object"},
+    "tools": [{"type": "function", "function": {"name": "f"}}],
 }  # fmt: skip
 """Documented fields that are served, or that cannot matter here, and a value for each."""
 
 REFUSED: dict[str, Any] = {
     "audio": {"voice": "alloy"}, "function_call": "auto", "functions": [{"name": "f"}], "modalities": ["audio"],
     "moderation": {}, "prediction": {"type": "content"}, "prompt_cache_options": {}, "reasoning_effort": "high",
-    "response_format": {"type": "json_object"}, "tool_choice": "required",
-    "verbosity": "low", "web_search_options": {}, "echo": True, "suffix": "s", "best_of": 3,
+    "tool_choice": "required", "verbosity": "low", "web_search_options": {}, "echo": True, "suffix": "s", "best_of": 3,
     "include_obfuscation": True,
 }  # fmt: skip
 """Documented fields that do not work yet, and a value that asks for something."""
 
 NEUTRAL: dict[str, Any] = {
     "functions": [], "function_call": "none", "modalities": ["text"], "reasoning_effort": "none", "tools": [],
-    "response_format": {"type": "text"}, "tool_choice": "auto", "verbosity": "medium", "echo": False, "suffix": "",
+    "tool_choice": "auto", "verbosity": "medium", "echo": False, "suffix": "",
     "best_of": 1, "include_obfuscation": False,
 }  # fmt: skip
 """Values of such fields that ask for nothing."""
