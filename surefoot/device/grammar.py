@@ -59,13 +59,15 @@ class Grammars:
         """`rows` is how many sequences run at once at most."""
         self._eos = frozenset(eos)
         self._token_count = token_count
+        self._vocabulary: Vocabulary | None = None
         self._compiler: Compiler | None = None
         self._compiled: _Recent[Grammar, Future[LLMatcher]] = _Recent(COMPILED)
         self._followers: _Recent[tuple[int, int], Follower] = _Recent(2 * rows)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
 
     def learn(self, vocabulary: Vocabulary) -> None:
-        self._compiler = Compiler(vocabulary, sorted(self._eos))
+        """Keep it for the first grammar: a worker that meets none spends no time on it."""
+        self._vocabulary, self._compiler = vocabulary, None
 
     def prepare(self, works: Iterable[Work]) -> None:
         """Begin to compile the grammars of rows that are new, while the step computes."""
@@ -81,8 +83,10 @@ class Grammars:
         return found
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
-        if self._compiler is None:
+        if self._vocabulary is None:
             raise GrammarError("the engine was not told what tokens stand for")
+        if self._compiler is None:
+            self._compiler = Compiler(self._vocabulary, sorted(self._eos))
         return self._compiler.compile(grammar)
 
     def allowed(self, work: Work, tail: Tail) -> Mask:
