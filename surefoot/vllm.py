@@ -20,7 +20,7 @@ from surefoot.api.vllm_engine import (
     EngineGenerateError,
 )
 from surefoot.api.vllm_outputs import CompletionOutput, RequestMetrics, RequestOutput
-from surefoot.api.vllm_params import RequestOutputKind, SamplingParams
+from surefoot.api.vllm_params import GuidedDecodingParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -32,9 +32,11 @@ __all__ = [
     "EngineArgs",
     "EngineDeadError",
     "EngineGenerateError",
+    "GuidedDecodingParams",
     "Logprob",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]

@@ -50,7 +50,7 @@ class LLM:
         config = settings.engine_config({"log_level": "warning", **options, "model": model})
         self._engine = LocalEngine(config, progress=progress)
         self.tokenizer = self._engine.tokenizer
-        self.default_sampling_params = self._engine.default_sampling_params
+        self.default_sampling_params = SamplingParams(**self._engine.generation_defaults.given())
         """Used where a call gives none: what the model's generation_config.json recommends."""
 
     def __enter__(self) -> Self:

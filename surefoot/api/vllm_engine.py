@@ -200,7 +200,7 @@ class LLM:
         runs fails alone: its output says so in `error`, and in finish_reason "error".
         """
         listed = _listed(prompts if prompts is not None else prompt_token_ids)
-        params = _per_prompt(sampling_params, len(listed))
+        params = _per_prompt(sampling_params, self.get_default_sampling_params(), len(listed))
         jobs = [self._prepared(prompt, each) for prompt, each in zip(listed, params, strict=True)]
         return self._run(jobs, params, list(priority or [0] * len(jobs)))
 
@@ -212,12 +212,16 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list of them. Errors are those of `generate`."""
         chats = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
-        params = _per_prompt(sampling_params, len(chats))
+        params = _per_prompt(sampling_params, self.get_default_sampling_params(), len(chats))
         jobs = [self._prepared(chat, each, chat=True) for chat, each in zip(chats, params, strict=True)]
         return self._run(jobs, params, [0] * len(jobs))
 
     def get_tokenizer(self) -> TokenizerFacade:
         return TokenizerFacade(self._engine.tokenizer)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json recommends: used where a call gives none."""
+        return SamplingParams(**self._engine.generation_defaults.given())
 
     def shutdown(self) -> None:
         """End the worker. Done by itself when the object or the interpreter goes."""
@@ -267,9 +271,11 @@ def _listed(prompts: Any) -> list[Any]:
     return list(prompts)
 
 
-def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+def _per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, default: SamplingParams, count: int
+) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+        return [params or default] * count
     if len(params) != count:
         raise BadRequest(f"{len(params)} sampling_params were given for {count} prompts.", param="sampling_params")
     return list(params)

@@ -132,6 +132,7 @@ class SamplingParams:
         self._check()
         given = {name: self.__dict__[name] for name in _NATIVE}
         given |= {name: () for name, value in given.items() if value is None and name in _SEQUENCES}
+        given["stop_token_ids"] = tuple(given["stop_token_ids"])
         seed, top_k, bias = (self.__dict__[name] for name in ("seed", "top_k", "logit_bias"))
         return Native(
             **given,

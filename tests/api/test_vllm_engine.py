@@ -21,6 +21,7 @@ from surefoot.vllm import (
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
+    StructuredOutputsParams,
 )
 from tests.api.fake import eventually
 
@@ -199,3 +200,13 @@ def test_an_engine_that_was_shut_down_is_dead() -> None:
         asyncio.run(outputs(engine))
     with pytest.raises(EngineDeadError):
         asyncio.run(engine.check_health())
+
+
+async def test_structured_outputs(engine: AsyncLLMEngine) -> None:
+    """An output is what it has to be; a pattern that is wrong fails its own request."""
+    choice = StructuredOutputsParams(choice=["Rome", "Lyon"])
+    last = (await outputs(engine, structured_outputs=choice))[-1].outputs[0]
+    assert (last.text in ("Rome", "Lyon"), last.finish_reason) == (True, "stop")
+    with pytest.raises((ValueError, EngineGenerateError)):
+        await outputs(engine, structured_outputs=StructuredOutputsParams(regex="("))
+    assert (await outputs(engine))[-1].finished

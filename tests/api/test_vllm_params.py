@@ -11,7 +11,7 @@ import pytest
 from surefoot.api import vllm_args
 from surefoot.errors import ConfigError
 from surefoot.types import SamplingParams as Native
-from surefoot.vllm import AsyncEngineArgs, EngineArgs, RequestOutputKind, SamplingParams
+from surefoot.vllm import AsyncEngineArgs, EngineArgs, RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 ORIGIN = {
     "n": 1, "best_of": 1, "presence_penalty": 1.0, "frequency_penalty": 0.0, "temperature": 0.8, "top_p": 0.8,
@@ -141,3 +141,33 @@ def test_a_command_line_of_a_program() -> None:
     assert (args.model, args.enforce_eager) == ("./m", True)
     config = args.config()
     assert (config.dtype, config.max_model_len, config.enable_prefix_caching) == ("float16", 4096, False)
+
+
+# ---- structured outputs ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", ["structured_outputs", "guided_decoding"])
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("json", {"type": "object"}), ("json", '{"type": "object"}'), ("regex", "a+"), ("choice", ["a", "b"]),
+        ("grammar", 'root ::= "a"'), ("json_object", True),
+    ],
+)  # fmt: skip
+def test_what_an_output_has_to_be(field: str, kind: str, value: Any) -> None:
+    """Each kind, under the name of 2024 and today's, is a grammar of our engine."""
+    wanted = StructuredOutputsParams(**{kind: value})
+    grammar = SamplingParams(**{field: wanted}).native().grammar
+    assert grammar is not None
+    assert grammar.field == field
+
+
+def test_structured_outputs_that_are_wrong() -> None:
+    """None, several, what is not honoured, and what is no StructuredOutputsParams are errors."""
+    for fields in ({}, {"regex": "a", "json_object": True}, {"regex": "a", "whitespace_pattern": " "}):
+        with pytest.raises(ValueError):
+            StructuredOutputsParams(**fields)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="pattern"):
+        StructuredOutputsParams(pattern="a")
+    with pytest.raises(ValueError, match="structured_outputs"):
+        SamplingParams(structured_outputs={"regex": "a"}).native()
