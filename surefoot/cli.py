@@ -111,6 +111,12 @@ def serve(
         Text,
         _option(SERVER, "auto: sample as the model's generation_config.json says; none: ignore it.", "SOURCE"),
     ] = None,
+    chat_template: Annotated[
+        Text,
+        _option(
+            SERVER, "Jinja template of chats, a file or the text itself (default: the checkpoint's own).", "TEMPLATE"
+        ),
+    ] = None,
     drain_timeout: Annotated[
         Text, _option(SERVER, "Seconds that SIGTERM lets running requests finish (default: 30).", "SECONDS")
     ] = None,

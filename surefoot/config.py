@@ -80,6 +80,8 @@ class ServerConfig(Value, frozen=True, kw_only=True):
     """Keys of those who may change the server, such as /drain does; without one nobody may."""
     generation_config: str = "auto"
     """auto (requests start from the model's generation_config.json) | none (from vLLM's defaults)"""
+    chat_template: str | None = None
+    """Jinja source to use instead of the checkpoint's own."""
     drain_timeout: float = 30.0
     """Seconds that SIGTERM waits for running requests."""
     max_queued_requests: int = 1024

@@ -227,7 +227,7 @@ class Server:
         from surefoot.api.app import create_app
         from surefoot.api.tokenizer import load_tokenizer
 
-        tokenizer = load_tokenizer(self._files)
+        tokenizer = load_tokenizer(self._files, chat_template=self._server.chat_template)
         vocabulary = tokenizer.vocabulary()
         read = self._server.generation_config == "auto"
         defaults = read_generation_defaults(self._files) if read else GenerationDefaults()

@@ -38,6 +38,16 @@ def _any_text(text: str, name: str) -> str:
     return text
 
 
+def _template(text: str, name: str) -> str:
+    """Jinja itself, which has braces, or the path of a file that holds some."""
+    if "{{" in text or "{%" in text:
+        return text
+    try:
+        return Path(text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}: {text} is neither Jinja nor a file that can be read: {error}") from error
+
+
 def _bytes(text: str, name: str) -> int:
     return parse_bytes(text, name=name)
 
@@ -116,6 +126,7 @@ SERVER: dict[str, Setting] = {
     "api_key": Setting(_text, many=True),
     "admin_api_key": Setting(_text, many=True),
     "generation_config": Setting(_choice("auto", "none")),
+    "chat_template": Setting(_template),
     "drain_timeout": Setting(_real(0.0, 86_400.0)),
     "max_queued_requests": Setting(_whole(1, 1 << 20)),
     "max_queued_tokens": Setting(_tokens),

@@ -34,7 +34,7 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
             free = meta.find_undeclared_variables(_environment().parse(source))
         except TemplateError as error:
-            raise CheckpointError(f"The checkpoint's chat template is not valid: {error}") from error
+            raise CheckpointError(f"The chat template is not valid: {error}") from error
         self.takes_tools = "tools" in free
         """The template reads tools from a variable of its own. GLM-4's reads them from a message."""
         self.reply_prefix = self._reply_prefix()

@@ -157,14 +157,15 @@ class Tokenizer:
         return data.decode("utf-8", "replace")
 
 
-def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """The tokenizer of a checkpoint: from GGUF metadata, or from tokenizer.json beside config.json.
+def load_tokenizer(checkpoint: Checkpoint, *, chat_template: str | None = None) -> Tokenizer:
+    """The tokenizer of a checkpoint: from GGUF metadata, or from tokenizer.json beside config.json; with another
+    `chat_template` than the checkpoint's own where one is given.
 
     Raises CheckpointError naming the file, for what is missing or of a kind that is not supported.
     """
     if checkpoint.kind == "gguf":
-        return _from_gguf(gguf.read_header(checkpoint.path))
-    return _from_directory(checkpoint.path)
+        return _from_gguf(gguf.read_header(checkpoint.path), chat_template)
+    return _from_directory(checkpoint.path, chat_template)
 
 
 def _utf8(text: str) -> bytes:
@@ -227,7 +228,7 @@ _PRE_TOKENIZERS = {
 """How text is cut before merging, by `tokenizer.ggml.pre`."""
 
 
-def _from_gguf(header: gguf.Header) -> Tokenizer:
+def _from_gguf(header: gguf.Header, chat_template: str | None) -> Tokenizer:
     data = header.metadata
     backend = _gguf_backend(header)
     tokens = data["tokenizer.ggml.tokens"]
@@ -246,7 +247,7 @@ def _from_gguf(header: gguf.Header) -> Tokenizer:
             single=[piece for piece in (first, "$A", last) if piece],
             special_tokens=[(piece, tokens.index(piece)) for piece in dict.fromkeys(ends) if piece],
         )
-    template = data.get("tokenizer.chat_template")
+    template = chat_template or data.get("tokenizer.chat_template")
     return Tokenizer(backend, specials=specials, chat_template=template, where=header.path)
 
 
@@ -282,7 +283,7 @@ def _gguf_list(header: gguf.Header, key: str) -> list[Any]:
 # ---- Hugging Face ---------------------------------------------------------------------------------------------------
 
 
-def _from_directory(folder: Path) -> Tokenizer:
+def _from_directory(folder: Path, chat_template: str | None) -> Tokenizer:
     config_path = folder / "tokenizer_config.json"
     config = read_json(config_path) if config_path.exists() else {}
     path, backend, built_in = _directory_backend(folder, config)
@@ -292,7 +293,7 @@ def _from_directory(folder: Path) -> Tokenizer:
         text = value.get("content") if isinstance(value, dict) else value
         if isinstance(text, str):
             specials[name] = text
-    template = _template_of(folder, config) or built_in
+    template = chat_template or _template_of(folder, config) or built_in
     return Tokenizer(backend, specials=specials, chat_template=template, where=path)
 
 

@@ -123,7 +123,6 @@ TABLE: Final[Mapping[str, Moot | Only]] = {
     "reasoning_parser": Only(None, "reasoning is not split from answers"),
     "max_logprobs": Only(20, "requests may ask for 20"),
     "chat_template_content_format": Only("auto", "parts of text are joined for the template", ("string",)),
-    "chat_template": Only(None, "the checkpoint's own chat template is used"),
     "default_chat_template_kwargs": Only(None, "chat templates get no variables but the known ones", ({},)),
     "response_role": Only("assistant", "answers come from the assistant"),
     "enable_auto_tool_choice": Moot(False, "a request with tools may always be answered with a call"),

@@ -118,3 +118,14 @@ def test_unknown_offline_options_are_refused_with_a_hint() -> None:
         settings.engine_config({"max_model_length": 4096})
     with pytest.raises(ConfigError, match="port"):
         settings.engine_config({"port": 8000})
+
+
+def test_a_chat_template_is_a_text_or_a_file(tmp_path: Path) -> None:
+    """Jinja is taken as it stands, a path is read, and what is neither is refused at start."""
+    source = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    path = tmp_path / "template.jinja"
+    path.write_text(source)
+    for given in (source, str(path)):
+        assert settings.resolve({"chat_template": given}, {})[1].chat_template == source
+    with pytest.raises(ConfigError, match=r"--chat-template: \./nowhere is neither Jinja nor a file"):
+        settings.resolve({"chat_template": "./nowhere"}, {})

@@ -292,3 +292,9 @@ def test_gguf_tokenizers_that_are_not_supported(write_gguf: Any, change: dict[st
     """Another kind of tokenizer, and merges that are missing or do not fit, are named."""
     with pytest.raises(CheckpointError, match=said):
         gguf_tokenizer(write_gguf, **change)
+
+
+def test_another_chat_template_than_the_checkpoints() -> None:
+    """A template that the operator gives goes before the checkpoint's own."""
+    tokenizer = load_tokenizer(find("smollm2"), chat_template="<{{ messages[0].content }}>")
+    assert tokenizer.render_chat([{"role": "user", "content": "hi"}]) == "<hi>"
