@@ -29,10 +29,11 @@ class Detokenizer:
         include_stop: bool = False,
         skip_special_tokens: bool = True,
         prefix: str = "",
+        shown: frozenset[int] = frozenset(),
     ) -> None:
-        """`prefix` is dropped where the output starts with it, or with a part of it."""
+        """`prefix` is dropped where the output starts with it, or with a part of it; `shown` are never skipped."""
         self._tokenizer = tokenizer
-        self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._hidden = tokenizer.special_ids - shown if skip_special_tokens else frozenset[int]()
         self._include_stop = include_stop
         self._stops = [_StopMatcher(text) for text in sorted(stop, key=len, reverse=True) if text]
         self._first_chars = frozenset(text[0] for text in stop if text)

@@ -148,6 +148,17 @@ class Tool(Schema):
     function: Function
 
 
+class FunctionName(Schema):
+    name: str
+
+
+class NamedTool(Schema):
+    """The tool that has to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class CalledFunction(Schema):
     name: str
     arguments: str
@@ -220,7 +231,7 @@ class ChatRequest(Sampling):
     prediction: Only() = None  # type: ignore[valid-type]
     prompt_cache_options: Only() = None  # type: ignore[valid-type]
     reasoning_effort: Only("none") = None  # type: ignore[valid-type]
-    tool_choice: Only("none", "auto") = None  # type: ignore[valid-type]
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     verbosity: Only("medium") = None  # type: ignore[valid-type]
     web_search_options: Only() = None  # type: ignore[valid-type]
@@ -230,11 +241,20 @@ class ChatRequest(Sampling):
         tools = [] if self.tool_choice == "none" else self.tools or []
         return [tool.model_dump(exclude_none=True) for tool in tools]
 
+    def demanded(self) -> list[dict[str, Any]]:
+        """Of these tools those that one has to be called of; none where the model may answer with text."""
+        if self.tool_choice == "required":
+            return self.offered()
+        if not isinstance(self.tool_choice, NamedTool):
+            return []
+        return [tool for tool in self.offered() if tool["function"]["name"] == self.tool_choice.function.name]
+
     def check(self) -> None:
         super().check()
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise InvalidRequest("tools holds a function name twice.", param="tools")
+        self._check_choice(names)
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs=true.", param="top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
@@ -242,6 +262,22 @@ class ChatRequest(Sampling):
                 f"max_completion_tokens={self.max_completion_tokens} and its older name max_tokens={self.max_tokens} "
                 "disagree; give one of them.",
                 param="max_completion_tokens",
+            )
+
+    def _check_choice(self, names: list[str]) -> None:
+        choice = self.tool_choice
+        if choice in (None, "none", "auto"):
+            return
+        if not names:
+            raise InvalidRequest("tool_choice needs tools to choose from.", param="tool_choice")
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise InvalidRequest(
+                f"tool_choice names {shown(choice.function.name)}, which is not among tools.", param="tool_choice"
+            )
+        if self.grammar() is not None:
+            raise InvalidRequest(
+                "tool_choice makes the answer a call, which the structure asked for beside it cannot be; drop one.",
+                param="tool_choice",
             )
 
     def params(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:

@@ -16,8 +16,11 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from surefoot.api.choice import Choice
+from surefoot.api.choice import Delta as Delta
+from surefoot.api.choice import Job as Job
 from surefoot.api.deadline import Deadline, Patience
-from surefoot.api.detok import Detokenizer
+from surefoot.api.dialects import dialect_of
 from surefoot.api.engine import Engine, Handle
 from surefoot.api.grammar import Checker
 from surefoot.api.metrics import Metrics
@@ -25,11 +28,11 @@ from surefoot.api.openai import ChatRequest, CompletionRequest, DetokenizeReques
 from surefoot.api.openai import Message as ChatMessage
 from surefoot.api.template import Message, Tool
 from surefoot.api.tokenizer import Tokenizer
-from surefoot.api.tools import ToolCall, ToolParser, dialect_of
 from surefoot.errors import InvalidRequest, NotFound, Overloaded
+from surefoot.grammar import lark
 from surefoot.sampling import check_token_ids, draw_seed, shown, validate
 from surefoot.spec import GenerationDefaults
-from surefoot.types import Emitted, Sampled, SamplingParams, Value
+from surefoot.types import Emitted, SamplingParams
 
 RETRY_AFTER: Final = 5
 """Seconds after which a refused client may come again."""
@@ -37,49 +40,6 @@ COMPLETION_MAX_TOKENS: Final = 16
 """OpenAI's default for completions; chat fills the context."""
 
 _T = TypeVar("_T")
-
-
-class Job(Value, frozen=True, kw_only=True):
-    """What to generate: each prompt with its own parameters, alike but for `max_tokens` and a drawn seed."""
-
-    prompts: tuple[tuple[list[int], SamplingParams], ...]
-    priority: int
-    salt: str
-    arrival: float
-    """Monotonic seconds, before tokenizing."""
-    reply_prefix: str = ""
-    """What an answer starts with and does not contain."""
-    tools: frozenset[str] = frozenset()
-    """Names of the functions that an answer may call."""
-    one_call: bool = False
-    """Of the calls in an answer only the first counts."""
-    timeout: float | None = None
-    """Seconds from arrival that the request gives itself."""
-
-    @property
-    def n(self) -> int:
-        return self.prompts[0][1].n
-
-    @property
-    def choices(self) -> int:
-        return len(self.prompts) * self.n
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(len(ids) for ids, _ in self.prompts)
-
-
-class Delta(msgspec.Struct):
-    """What one choice gained: `text` is final, `tokens` are all that were counted, shown or not."""
-
-    choice: int
-    text: str = ""
-    tokens: list[Sampled] = []
-    calls: tuple[ToolCall, ...] = ()
-    finish: str | None = None
-    stop_reason: str | int | None = None
-    cached: int = 0
-    """Prompt tokens that the prefix cache spared."""
 
 
 class Serving:
@@ -141,7 +101,9 @@ class Serving:
         """Render, tokenize and fit a chat. Raises RequestError."""
         params = await self._params(request)
         self.check_model(request.model)
-        tools = request.offered()
+        tools, demanded = request.offered(), request.demanded()
+        if demanded:
+            params = await self._demanding(params, demanded, several=request.parallel_tool_calls is not False)
         generation = request.add_generation_prompt is not False
         special = request.add_special_tokens is True
         ids = await self._prepare(
@@ -155,7 +117,8 @@ class Serving:
             salt=request.cache_salt or "",
             arrival=arrival,
             reply_prefix=self.tokenizer.reply_prefix if generation else "",
-            tools=frozenset(tool["function"]["name"] for tool in tools),
+            tools=frozenset(tool["function"]["name"] for tool in demanded or tools),
+            forced=bool(demanded),
             one_call=request.parallel_tool_calls is False,
             timeout=request.timeout,
         )
@@ -167,6 +130,21 @@ class Serving:
         if params.grammar is not None:
             await self._checker.check(params.grammar)
         return self.tokenizer.banning(params)
+
+    async def _demanding(
+        self, params: SamplingParams, tools: Sequence[dict[str, Any]], *, several: bool
+    ) -> SamplingParams:
+        """Parameters with the grammar of a call. Raises RequestError."""
+        if self._dialect is None:
+            raise self._no_tools("tools")
+        asked = lark(self._dialect.grammar(tools, several=several), field="tools")
+        await self._checker.check(asked)
+        return msgspec.structs.replace(params, grammar=asked)
+
+    def _no_tools(self, param: str) -> InvalidRequest:
+        return InvalidRequest(
+            "This model's chat template knows no tools, or none in a form that this server reads.", param=param
+        )
 
     async def completion_job(self, request: CompletionRequest, arrival: float) -> Job:
         """Tokenize and fit the prompts of a completion. Raises RequestError."""
@@ -235,10 +213,7 @@ class Serving:
         variable: Sequence[Tool] | None = None
         if tools or any(message.tool_calls or message.role == "tool" for message in messages):
             if self._dialect is None:
-                raise InvalidRequest(
-                    "This model's chat template knows no tools, or none in a form that this server reads.",
-                    param="tools" if tools else "messages",
-                )
+                raise self._no_tools("tools" if tools else "messages")
             turns, variable = self._dialect.render(turns, tools)
         return self.tokenizer.render_chat(turns, add_generation_prompt=generation, tools=variable)
 
@@ -311,9 +286,11 @@ class Serving:
                 deadline.check()
         clock.finished()
 
-    def _choice(self, index: int, job: Job) -> _Choice:
-        parser = self._dialect.parser(job.tools) if self._dialect is not None and job.tools else None
-        return _Choice(index, job, self.tokenizer, parser)
+    def _choice(self, index: int, job: Job) -> Choice:
+        if self._dialect is None or not job.tools:
+            return Choice(index, job, self.tokenizer)
+        parser = self._dialect.parser(job.tools, forced=job.forced)
+        return Choice(index, job, self.tokenizer, parser, markers=self._dialect.markers)
 
     @contextmanager
     def _admitted(self, job: Job) -> Iterator[list[Handle]]:
@@ -343,58 +320,6 @@ class Serving:
         for total, parts in zip(totals, texts, strict=True):
             total.text = "".join(parts)
         return totals
-
-
-class _Choice:
-    """The text, and the calls of tools, of one choice as it grows."""
-
-    def __init__(self, index: int, job: Job, tokenizer: Tokenizer, parser: ToolParser | None) -> None:
-        self._index, self._params = index, job.prompts[index // job.n][1]
-        self._parser, self._one_call = parser, job.one_call
-        self.ended = self._called = False
-        params = self._params
-        self._detok = Detokenizer(
-            tokenizer,
-            stop=params.stop,
-            include_stop=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens,
-            prefix=job.reply_prefix,
-        )
-
-    def take(self, event: Emitted, handle: Handle) -> Delta:
-        """What `event` adds; a delta without tokens once the choice has ended."""
-        delta = Delta(self._index)
-        if self.ended:
-            return delta
-        delta.tokens = [event.sampled]
-        delta.cached = event.cached
-        if event.stop_token is None or self._params.include_stop_str_in_output:
-            delta.text = self._detok.push(event.sampled.token, check_stop=event.index >= self._params.min_tokens)
-        if self._detok.stopped is None and event.finish is not None:
-            delta.text += self._detok.finish()
-        if self._detok.stopped is not None:
-            delta.finish, delta.stop_reason = "stop", self._detok.stopped
-            handle.cancel(event.child)
-        elif event.finish is not None:
-            delta.finish = event.finish
-            delta.stop_reason = event.stop_token if event.stop_token in self._params.stop_token_ids else None
-        self.ended = delta.finish is not None
-        if self._parser is not None:
-            self._parse(self._parser, delta, event.stop_token)
-        return delta
-
-    def _parse(self, parser: ToolParser, delta: Delta, stop_token: int | None) -> None:
-        """Take calls out of the text."""
-        text, calls = parser.push(delta.text)
-        if self.ended:
-            more = parser.finish(stop_token)
-            text, calls = text + more.text, calls + more.calls
-        if self._one_call:
-            calls = () if self._called else calls[:1]
-        self._called = self._called or bool(calls)
-        delta.text, delta.calls = text, calls
-        if self._called and delta.finish == "stop":
-            delta.finish = "tool_calls"
 
 
 async def merged(handles: Sequence[Handle]) -> AsyncGenerator[tuple[int, list[Emitted]], None]:

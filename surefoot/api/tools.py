@@ -6,6 +6,9 @@ or whose arguments are no JSON object, stays text.
 
     GLM-4    <|assistant|>get_weather⏎{"city": "Paris"}<|observation|>          the last token ends the output
     Hermes   text<tool_call>⏎{"name": "get_weather", "arguments": {…}}⏎</tool_call>      Qwen and others
+
+Where a call is asked for (`tool_choice` required, or a name), a grammar makes it one. Two more dialects, and which one
+a model speaks, are in `dialects`.
 """
 
 from __future__ import annotations
@@ -13,13 +16,15 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from surefoot.api.template import Message, Tool
-from surefoot.api.tokenizer import Tokenizer
 from surefoot.errors import InvalidRequest
+from surefoot.grammar import embedded, quoted
 
 _JSON = json.JSONDecoder()
+MAX_CALLS: Final = 16
+"""Of an output that has to be calls: a model may not know an end."""
 
 
 class ToolCall(NamedTuple):
@@ -52,32 +57,38 @@ class ToolParser(Protocol):
 class ToolDialect(Protocol):
     """How a model family speaks of tools."""
 
+    markers: frozenset[int]
+    """Special tokens whose text the parsers need to see."""
+
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[list[Message], Sequence[Tool] | None]:
         """OpenAI's messages and tools → the messages of the template, and its variable `tools`."""
         ...
 
-    def parser(self, names: Collection[str]) -> ToolParser:
-        """For one output of a request whose tools have these names."""
+    def parser(self, names: Collection[str], *, forced: bool = False) -> ToolParser:
+        """For one output of a request whose tools have these names; with `forced` it keeps to `grammar`."""
+        ...
+
+    def grammar(self, tools: Sequence[Tool], *, several: bool) -> str:
+        """A grammar in Lark of one call, or with `several` of one or more, and nothing else."""
         ...
 
 
-def dialect_of(tokenizer: Tokenizer) -> ToolDialect | None:
-    """The dialect of a model, told by its special tokens and its chat template; None where it knows no tools here."""
-    template, observation = tokenizer.template, tokenizer.special_id("<|observation|>")
-    if template is None:
-        return None
-    if observation is not None:
-        return Glm4(observation, takes_tools=template.takes_tools)
-    if template.takes_tools and Hermes.OPEN in template.source:
-        return Hermes()
-    return None
+def parameters_of(tool: Tool) -> Mapping[str, Any]:
+    """The JSON schema of a tool's arguments."""
+    return tool["function"].get("parameters") or {"type": "object"}
 
 
-def _call(name: object, arguments: str) -> ToolCall:
+def call_schema(tool: Tool, arguments: str) -> dict[str, Any]:
+    """The JSON schema of a call as one object, whose arguments are in the field of that name."""
+    fields = {"name": {"const": tool["function"]["name"]}, arguments: parameters_of(tool)}
+    return {"type": "object", "properties": fields, "required": ["name", arguments], "additionalProperties": False}
+
+
+def make_call(name: object, arguments: str) -> ToolCall:
     return ToolCall(f"call_{uuid.uuid4().hex[:24]}", str(name), arguments)
 
 
-def _arguments(call: Mapping[str, Any], where: str) -> dict[str, Any]:
+def arguments_of(call: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The arguments of an earlier call, which OpenAI sends as text."""
     try:
         value = json.loads(call["function"]["arguments"] or "{}")
@@ -88,12 +99,25 @@ def _arguments(call: Mapping[str, Any], where: str) -> dict[str, Any]:
     return value
 
 
+def parsed_calls(index: int, message: Message) -> list[dict[str, Any]]:
+    """The calls of an earlier message with their arguments as objects, as most templates want them."""
+    return [
+        {
+            **call,
+            "function": {**call["function"], "arguments": arguments_of(call, f"messages[{index}].tool_calls[{at}]")},
+        }
+        for at, call in enumerate(message.get("tool_calls") or ())
+    ]
+
+
 # ---- GLM-4 ----------------------------------------------------------------------------------------------------------
 
 
 class Glm4:
     """GLM-4 and GLM-4-0414. Tools are a system turn, a result is the role observation, a call has its name after the
     role (the template's `metadata`) and its arguments as content."""
+
+    markers: frozenset[int] = frozenset()
 
     def __init__(self, observation: int, *, takes_tools: bool) -> None:
         """`observation` is the token that ends a call. With `takes_tools` the template has a variable for tools;
@@ -121,19 +145,26 @@ class Glm4:
             return [message]
         turns: list[Message] = [{"role": "assistant", "content": message["content"]}] if message["content"] else []
         for at, call in enumerate(calls):
-            arguments = _arguments(call, f"messages[{index}].tool_calls[{at}]")
+            arguments = arguments_of(call, f"messages[{index}].tool_calls[{at}]")
             text = json.dumps(arguments, ensure_ascii=False)
             turns.append({"role": "assistant", "metadata": call["function"]["name"], "content": text})
         return turns
 
-    def parser(self, names: Collection[str]) -> ToolParser:
-        return Glm4Parser(names, self._observation)
+    def parser(self, names: Collection[str], *, forced: bool = False) -> ToolParser:
+        return Glm4Parser(names, None if forced else self._observation)
+
+    def grammar(self, tools: Sequence[Tool], *, several: bool) -> str:
+        calls = [f"{quoted(tool['function']['name'] + chr(10))} a{at}" for at, tool in enumerate(tools)]
+        rules = [f"a{at}: {embedded(parameters_of(tool))}" for at, tool in enumerate(tools)]
+        more = rf' ("\n" call){{0,{MAX_CALLS - 1}}}' if several else ""
+        return "\n".join([rf'start: "\n"? call{more}', f"call: {' | '.join(calls)}", *rules])
 
 
 class Glm4Parser:
     """A call is the whole output, ended by the observation token: a name, a line break, a JSON object; or several."""
 
-    def __init__(self, names: Collection[str], observation: int) -> None:
+    def __init__(self, names: Collection[str], observation: int | None) -> None:
+        """Without `observation` any end will do."""
         self._names, self._observation = names, observation
         self._held = ""
         self._text = False
@@ -150,7 +181,7 @@ class Glm4Parser:
 
     def finish(self, stop_token: int | None) -> Parsed:
         held, self._held = self._held, ""
-        calls = self._calls(held) if stop_token == self._observation else ()
+        calls = self._calls(held) if self._observation in (None, stop_token) else ()
         return Parsed(calls=calls) if calls else Parsed(held)
 
     def _calls(self, text: str) -> tuple[ToolCall, ...]:
@@ -165,7 +196,7 @@ class Glm4Parser:
                 return ()
             if name.strip() not in self._names or not isinstance(value, dict):
                 return ()
-            calls.append(_call(name.strip(), rest[:end]))
+            calls.append(make_call(name.strip(), rest[:end]))
             text = rest[end:]
         return tuple(calls)
 
@@ -178,21 +209,23 @@ class Hermes:
     wants as an object."""
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
+    markers: frozenset[int] = frozenset()
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[list[Message], Sequence[Tool] | None]:
         return [self._turn(index, message) for index, message in enumerate(messages)], tools or None
 
     def _turn(self, index: int, message: Message) -> Message:
-        if not message.get("tool_calls"):
-            return message
-        calls = []
-        for at, call in enumerate(message["tool_calls"]):
-            arguments = _arguments(call, f"messages[{index}].tool_calls[{at}]")
-            calls.append({**call, "function": {**call["function"], "arguments": arguments}})
-        return {**message, "content": message["content"] or "", "tool_calls": calls}
+        calls = parsed_calls(index, message)
+        return {**message, "content": message["content"] or "", "tool_calls": calls} if calls else message
 
-    def parser(self, names: Collection[str]) -> ToolParser:
+    def parser(self, names: Collection[str], *, forced: bool = False) -> ToolParser:
         return HermesParser(names)
+
+    def grammar(self, tools: Sequence[Tool], *, several: bool) -> str:
+        rules = [f"a{at}: {embedded(call_schema(tool, 'arguments'))}" for at, tool in enumerate(tools)]
+        either = " | ".join(f"a{at}" for at in range(len(tools)))
+        more = rf' ("\n" call){{0,{MAX_CALLS - 1}}}' if several else ""
+        return "\n".join([f"start: call{more}", rf'call: "{self.OPEN}\n" ({either}) "\n{self.CLOSE}"', *rules])
 
 
 class HermesParser:
@@ -238,7 +271,9 @@ class HermesParser:
         if not isinstance(value, dict) or value.get("name") not in self._names:
             return None
         arguments = value.get("arguments", {})
-        return _call(value["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+        return (
+            make_call(value["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+        )
 
 
 def _may_open(text: str) -> int:

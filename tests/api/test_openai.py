@@ -22,20 +22,21 @@ WORKS: dict[str, Any] = {
     "prompt_cache_retention": "24h", "parallel_tool_calls": True, "messages": TURN["messages"], "prompt": "x",
     "include_usage": True, "response_format": {"type": "json_object"},
     "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": "auto",
 }  # fmt: skip
 """Documented fields that are served, or that cannot matter here, and a value for each."""
 
 REFUSED: dict[str, Any] = {
     "audio": {"voice": "alloy"}, "function_call": "auto", "functions": [{"name": "f"}], "modalities": ["audio"],
     "moderation": {}, "prediction": {"type": "content"}, "prompt_cache_options": {}, "reasoning_effort": "high",
-    "tool_choice": "required", "verbosity": "low", "web_search_options": {}, "echo": True, "suffix": "s", "best_of": 3,
+    "verbosity": "low", "web_search_options": {}, "echo": True, "suffix": "s", "best_of": 3,
     "include_obfuscation": True,
 }  # fmt: skip
 """Documented fields that do not work yet, and a value that asks for something."""
 
 NEUTRAL: dict[str, Any] = {
     "functions": [], "function_call": "none", "modalities": ["text"], "reasoning_effort": "none", "tools": [],
-    "tool_choice": "auto", "verbosity": "medium", "echo": False, "suffix": "",
+    "verbosity": "medium", "echo": False, "suffix": "",
     "best_of": 1, "include_obfuscation": False,
 }  # fmt: skip
 """Values of such fields that ask for nothing."""

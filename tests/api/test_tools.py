@@ -10,9 +10,10 @@ from typing import Any
 import openai
 import pytest
 
+from surefoot.api.dialects import dialect_of
 from surefoot.api.template import ChatTemplate
 from surefoot.api.tokenizer import Tokenizer, load_tokenizer
-from surefoot.api.tools import Glm4, Hermes, Parsed, ToolParser, dialect_of
+from surefoot.api.tools import Glm4, Hermes, Parsed, ToolParser
 from surefoot.checkpoint import Checkpoint
 from surefoot.config import ServerConfig
 from surefoot.errors import InvalidRequest
@@ -31,6 +32,7 @@ HISTORY = [
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
     {"role": "tool", "content": "15", "tool_call_id": "c1"},
 ]
+BROKEN = {"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}}}
 OBSERVATION = 7
 
 
@@ -259,7 +261,11 @@ def test_a_conversation_with_calls(ask: Any, server: Any, glm: Tokenizer) -> Non
         ({"tools": [WEATHER, WEATHER]}, "a function name twice"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, r"tools\[0\]\.function\.name"),
         ({"tools": [{"type": "code"}]}, r"tools\[0\]\.type"),
-        ({"tool_choice": {"type": "function", "function": {"name": "get_time"}}}, "tool_choice is not supported yet"),
+        ({"tool_choice": {"type": "function", "function": {"name": "get_rain"}}}, "get_rain.*not among tools"),
+        ({"tools": None, "tool_choice": "required"}, "tool_choice needs tools"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.*function is required"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "drop one"),
+        ({"tool_choice": "required", "tools": [BROKEN]}, "tools cannot be used"),
         ({"messages": [{"role": "tool", "content": "x"}]}, r"messages\[0\]: .*tool_call_id"),
         ({"messages": [{"role": "assistant"}]}, r"messages\[0\]: .*content is required"),
         ({"messages": [{**USER, "tool_calls": [CALL]}]}, r"messages\[0\]: .*tool_calls belong to role assistant"),
