@@ -169,3 +169,16 @@ def test_the_clients_header_is_a_key(smollm2: Tokenizer) -> None:
             pytest.raises(anthropic.AuthenticationError),
         ):
             create(client)
+
+
+def test_structured_text(http: httpx.Client, engine: FakeEngine) -> None:
+    """output_config.format is a grammar of the engine; a bad schema is its fault."""
+    for schema, status in (({"type": "object", "properties": {"city": {}}}, 200), ({"type": "nonsense"}, 400)):
+        config = {"format": {"type": "json_schema", "schema": schema}}
+        body = {"model": MODEL, "max_tokens": 50, "messages": HELLO, "output_config": config}
+        reply = http.post("/v1/messages", json=body)
+        assert reply.status_code == status, reply.text
+    assert reply.json()["error"]["param"] == "output_config"
+    (handle,) = engine.handles
+    assert handle.params.grammar is not None
+    assert '"city"' in handle.params.grammar.source

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel
 
 from surefoot.api.tokenizer import Tokenizer
 from surefoot.config import ServerConfig
@@ -258,3 +259,20 @@ def _spied(method: Any, seen: list[Any]) -> Any:
         method(self)
 
     return spy
+
+
+class Capital(BaseModel):
+    city: str
+
+
+def test_structured_text(client: openai.OpenAI, engine: FakeEngine, smollm2: Tokenizer) -> None:
+    """text.format, as the client's own `parse` sends it, is a grammar of the engine; a bad schema is text's fault."""
+    engine.script = smollm2.encode('{"city": "Paris"}')
+    response = client.responses.parse(model=MODEL, input="Capital?", text_format=Capital)
+    assert response.output_parsed == Capital(city="Paris")
+    grammar = engine.handles[-1].params.grammar
+    assert grammar is not None
+    assert '"city"' in grammar.source
+    with pytest.raises(openai.BadRequestError) as error:
+        create(client, text={"format": {"type": "json_schema", "name": "x", "schema": {"type": "nonsense"}}})
+    assert error.value.param == "text"

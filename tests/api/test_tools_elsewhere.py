@@ -158,3 +158,15 @@ def test_tools_count(claude: anthropic.Anthropic, engine: FakeEngine) -> None:
     counted = claude.messages.count_tokens(**given).input_tokens
     assert counted == claude.messages.create(**ask(claude)).usage.input_tokens
     assert counted == len(engine.handles[-1].prompt)
+
+
+def test_a_call_that_is_asked_for(respond: Any, claude: anthropic.Anthropic, engine: FakeEngine) -> None:
+    """required, any and a name make the answer a call by a grammar, here as in a chat."""
+    named = {"type": "function", "name": "get_weather"}
+    for choice in ("required", named):
+        assert respond(tool_choice=choice).output[0].name == "get_weather"
+        assert engine.handles[-1].params.grammar is not None
+    for asked in ({"type": "any"}, {"type": "tool", "name": "get_weather"}):
+        message: Any = claude.messages.create(**ask(claude, tool_choice=asked))
+        assert message.content[0].name == "get_weather"
+        assert engine.handles[-1].params.grammar is not None
