@@ -139,6 +139,9 @@ def serve(
     restart_window: Annotated[
         Text, _option(SERVER, "Seconds within which these deaths count (default: 300).", "SECONDS")
     ] = None,
+    incident_dir: Annotated[
+        Text, _option(SERVER, "Write a record of each worker's death here: what ran, no texts (default: none).", "DIR")
+    ] = None,
     while_restarting: Annotated[
         Text, _option(SERVER, "New requests, while a worker is replaced: wait (default) or refuse (503).", "WHAT")
     ] = None,

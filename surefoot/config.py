@@ -94,6 +94,8 @@ class ServerConfig(Value, frozen=True, kw_only=True):
     max_restarts: int = 20
     """Workers that are replaced within `restart_window` seconds before the server ends."""
     restart_window: float = 300.0
+    incident_dir: str | None = None
+    """Folder for a record of each worker's death; without prompts and texts."""
     while_restarting: str = "wait"
     """wait (new requests wait for the next worker) | refuse (they get a 503)"""
     log_level: str = "info"

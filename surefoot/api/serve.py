@@ -219,7 +219,7 @@ class Server:
         return client
 
     def _policy(self) -> Policy:
-        names = ("max_queued_requests", "max_queued_tokens", "max_restarts", "restart_window")
+        names = ("max_queued_requests", "max_queued_tokens", "max_restarts", "restart_window", "incident_dir")
         return Policy(**{name: getattr(self._server, name) for name in names})
 
     def _prepare_app(self) -> Callable[[EngineClient], ASGIApp]:

@@ -135,6 +135,7 @@ SERVER: dict[str, Setting] = {
     "first_token_timeout": Setting(_real(0.001, 86_400.0)),
     "max_restarts": Setting(_whole(0, 1 << 20)),
     "restart_window": Setting(_real(1.0, 86_400.0)),
+    "incident_dir": Setting(_text),
     "while_restarting": Setting(_choice("wait", "refuse")),
     "log_level": _log_level,
 }

@@ -14,10 +14,11 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 from surefoot import errors
-from surefoot.bridge import supervisor, wire
+from surefoot.bridge import incident, supervisor, wire
 from surefoot.bridge.handle import RequestHandle
 from surefoot.bridge.link import Link, Progress, Worker
 from surefoot.bridge.suspicion import Suspicion
@@ -46,6 +47,8 @@ class Policy:
     """Workers that are replaced within `restart_window` seconds before the server gives up."""
     restart_window: float = 300.0
     startup_timeout: float = 600.0
+    incident_dir: str | None = None
+    """Folder for a record of each death (`bridge.incident`)."""
 
 
 class EngineClient:
@@ -125,12 +128,14 @@ class EngineClient:
             cause = await self._hear(link)
             watch.cancel()
             self._link = None
-            if not self._stopping:
-                await link.reap()
-                self._autopsy(link)
+            if self._stopping:
+                await link.close()
+                continue
+            await link.reap()
+            death = link.death(cause or self._watch.verdict)
+            self._autopsy(link, death)
             await link.close()
-            if not self._stopping:
-                await self._replace(link.death(cause or self._watch.verdict))
+            await self._replace(death)
 
     async def _hear(self, link: Link) -> str:
         """Dispatch what the worker says until it is gone; returns what went wrong here, if anything did."""
@@ -159,12 +164,20 @@ class EngineClient:
 
     # ---- replacement ------------------------------------------------------------------------------------------------
 
-    def _autopsy(self, link: Link) -> None:
-        """Keep what the dead worker counted, and fail the request that killed it once that is certain."""
+    def _autopsy(self, link: Link, death: str) -> None:
+        """Write down what ran, keep what was counted, and fail the request that kills once that is certain."""
+        journal = link.worker.journal
+        rows = {} if journal is None else journal.in_flight()
+        rows = {request: at for request, at in rows.items() if request in self._handles}
+        if self._policy.incident_dir is not None:
+            incident.record(
+                Path(self._policy.incident_dir),
+                reason=death,
+                in_flight=rows,
+                handles=self._handles.values(),
+                snapshot=self.snapshot,
+            )
         self._before, self._snapshot = self.snapshot, _first(link.info)
-        if link.worker.journal is None:
-            return
-        rows = {request: at for request, at in link.worker.journal.in_flight().items() if request in self._handles}
         convicted = self._suspicion.died(rows)
         if convicted is not None:
             message = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -31,7 +32,7 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def serving(*mode: str, **policy: float) -> AsyncIterator[EngineClient]:
+async def serving(*mode: str, **policy: object) -> AsyncIterator[EngineClient]:
     def spawn() -> supervisor.WorkerProcess:
         return supervisor.spawn(("-m", "tests.bridge.fake_worker", *mode))
 
@@ -108,6 +109,27 @@ async def test_a_request_that_kills_is_found_and_fails_alone() -> None:
         assert await asyncio.gather(*tasks) == [{0: expected_tokens(prompt, 1, 40, 1000)} for prompt in good]
         assert 3 <= client.restarts <= 7
         assert await texts(client.submit([5], params())) == {0: expected_tokens([5], 1, 8, 1000)}
+
+
+async def test_a_death_is_written_down(tmp_path: Path) -> None:
+    """With an incident folder each death leaves a record of what ran and where it stood, and of no text."""
+    async with serving(incident_dir=str(tmp_path / "new")) as client:
+        handle = client.submit([5, 6, 7], params(max_tokens=200))
+        await anext(handle)
+        kill(client)
+        await texts_after(handle)
+        (path,) = (tmp_path / "new").glob("incident-*.json")
+        found = json.loads(path.read_text())
+    assert "signal 9" in found["reason"]
+    (request,) = found["requests"]
+    assert (request["request"], request["prompt_tokens"], request["started"]) == (handle.id, 3, True)
+    assert request["tokens"] > 3
+    assert request["in_the_dying_step"] == (request["position"] is not None)  # the kill may fall between two steps
+    assert found["counts"]["steps"] > 0
+
+
+async def texts_after(handle: RequestHandle) -> int:
+    return sum([len(events) async for events in handle])
 
 
 async def test_restarting_is_given_up() -> None:
