@@ -32,7 +32,6 @@ class FakeInfo:
             eos_token_ids=(eos,),
         )  # fmt: skip
 
-
         self.plan: MemoryPlan | None = None
 
 
