@@ -19,13 +19,13 @@ from starlette.responses import Response
 
 from surefoot.api.gate import JsonResponse, error_response
 from surefoot.api.messages import FIELDS, CountRequest, MessagesRequest
+from surefoot.api.narrated import Json, NarratedReply
 from surefoot.api.openai import renamed
 from surefoot.api.serving import Delta, Job, Serving
 from surefoot.api.sse import EventStream, event_frame, unless_disconnected
 from surefoot.api.tools import ToolCall
 from surefoot.errors import InvalidRequest, RequestError
 
-Json = dict[str, Any]
 _R = TypeVar("_R", bound=CountRequest)
 
 PATH: Final = "/v1/messages"
@@ -87,7 +87,7 @@ def _last_words(error: RequestError) -> bytes:
     return event_frame("error", error_body(error))
 
 
-class MessageReply:
+class MessageReply(NarratedReply):
     """One message; `json` is the object as it is now, `job` has a single choice."""
 
     def __init__(self, job: Job, model: str) -> None:
@@ -105,21 +105,7 @@ class MessageReply:
             "usage": {},
         }
 
-    async def run(self, serving: Serving) -> Json:
-        """Generate; the whole message. Raises RequestError."""
-        async with aclosing(self._events(serving)) as steps:
-            async for _ in steps:
-                pass
-        return self.json
-
-    async def frames(self, serving: Serving) -> AsyncGenerator[bytes, None]:
-        """Generate and yield the events of each step in one piece. Raises RequestError."""
-        async with aclosing(self._events(serving)) as steps:
-            async for events in steps:
-                if events:
-                    yield b"".join(event_frame(event["type"], event) for event in events)
-
-    async def _events(self, serving: Serving) -> AsyncGenerator[list[Json], None]:
+    async def events(self, serving: Serving) -> AsyncGenerator[list[Json], None]:
         opened = False
         async with aclosing(serving.generate(self._job)) as steps:
             async for deltas in steps:

@@ -16,22 +16,20 @@ from typing import Any, Final
 
 import msgspec
 
+from surefoot.api.narrated import Json, NarratedReply
 from surefoot.api.replies import finite
 from surefoot.api.responses import ResponsesRequest
 from surefoot.api.serving import Delta, Job, Serving
-from surefoot.api.sse import event_frame
 from surefoot.api.tokenizer import Tokenizer
 from surefoot.api.tools import ToolCall
 from surefoot.errors import RequestError
 from surefoot.types import Sampled
 
-Json = dict[str, Any]
-
 _STATUS: Final = {"length": "incomplete"}
 """How a response ends, by the finish reason; completed for all others."""
 
 
-class ResponseReply:
+class ResponseReply(NarratedReply):
     """One response. `json` is the object as it is now; `job` has a single choice."""
 
     def __init__(self, request: ResponsesRequest, job: Job, model: str, tokenizer: Tokenizer) -> None:
@@ -55,23 +53,8 @@ class ResponseReply:
             **_echo(request, job),
         }
 
-    # ---- as a whole -------------------------------------------------------------------------------------------------
-
-    async def run(self, serving: Serving) -> Json:
-        """Generate; the object says how it ended. Raises RequestError, after noting that in the object."""
-        async with aclosing(self._events(serving)) as steps:
-            async for _ in steps:
-                pass
-        return self.json
-
-    async def frames(self, serving: Serving) -> AsyncGenerator[bytes, None]:
-        """Generate and yield the events of each step in one piece. Raises RequestError after response.failed."""
-        async with aclosing(self._events(serving)) as steps:
-            async for events in steps:
-                if events:
-                    yield b"".join(event_frame(event["type"], event) for event in events)
-
-    async def _events(self, serving: Serving) -> AsyncGenerator[list[Json], None]:
+    async def events(self, serving: Serving) -> AsyncGenerator[list[Json], None]:
+        """A failure is noted in the object, and told unless nothing was yet."""
         opened = False
         try:
             async with aclosing(serving.generate(self._job)) as steps:

@@ -12,11 +12,20 @@ from surefoot import checkpoint
 from surefoot.api.tokenizer import Tokenizer, load_tokenizer
 from surefoot.config import ServerConfig
 from tests.api.fake import FakeEngine, served
+from tests.api.glm import write_tokenizer
 
 
 @pytest.fixture(scope="session")
 def smollm2() -> Tokenizer:
     return load_tokenizer(checkpoint.find("smollm2"))
+
+
+@pytest.fixture(scope="session")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """GLM-4's tokenizer with a vocabulary of bytes: a model that knows tools."""
+    folder = tmp_path_factory.mktemp("glm")
+    write_tokenizer(folder)
+    return load_tokenizer(checkpoint.Checkpoint(kind="hf", path=folder, name="glm"))
 
 
 @pytest.fixture(scope="session")

@@ -10,11 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from surefoot.api.tokenizer import load_tokenizer
-from surefoot.checkpoint import Checkpoint
+from surefoot.api.tokenizer import Tokenizer
 from surefoot.config import ServerConfig
 from tests.api.fake import FakeEngine, served
-from tests.api.glm import write_tokenizer
 
 RESPONSE: dict[str, Any] = {
     "model": "glm", "instructions": "x", "max_output_tokens": 5, "temperature": 1.0, "top_p": 0.5, "top_logprobs": 2,
@@ -62,13 +60,10 @@ VALUES: list[Any] = [
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Client, FakeEngine]]:
-    folder = tmp_path_factory.mktemp("glm")
-    write_tokenizer(folder)
-    tokenizer = load_tokenizer(Checkpoint(kind="hf", path=folder, name="glm"))
-    engine = FakeEngine(tokenizer)
+def server(glm: Tokenizer) -> Iterator[tuple[httpx.Client, FakeEngine]]:
+    engine = FakeEngine(glm)
     with (
-        served(engine, tokenizer, ServerConfig(served_model_name=("glm",))) as url,
+        served(engine, glm, ServerConfig(served_model_name=("glm",))) as url,
         httpx.Client(base_url=url, timeout=30) as http,
     ):
         yield http, engine

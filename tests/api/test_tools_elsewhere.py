@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
 import pytest
 
-from surefoot.api.tokenizer import Tokenizer, load_tokenizer
-from surefoot.checkpoint import Checkpoint
+from surefoot.api.tokenizer import Tokenizer
 from surefoot.config import ServerConfig
 from tests.api.fake import FakeEngine, served
-from tests.api.glm import ranks, write_tokenizer
+from tests.api.glm import ranks
 
 OUTPUT = '\nget_weather\n{"city": "Paris"}'
 PARIS = {"city": "Paris"}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
-
-
-@pytest.fixture(scope="module")
-def glm(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder: Path = tmp_path_factory.mktemp("glm")
-    write_tokenizer(folder)
-    return load_tokenizer(Checkpoint(kind="hf", path=folder, name="glm"))
 
 
 @pytest.fixture(scope="module")
