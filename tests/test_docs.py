@@ -65,7 +65,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_commands_of_the_documents_exist() -> None:
     """Every `surefoot …` command that a page shows is one, with flags that it has."""
-    known = {"serve", "chat", "generate", "bench", "plan", "version"}
+    known = {"serve", "chat", "generate", "bench", "plan", "memory", "version"}
     for page in PAGES:
         for command, rest in re.findall(
             r"(?:^|[`'] ?)surefoot ([a-z]+)((?: [^`\n#]*)?)", page.read_text(), re.MULTILINE
