@@ -117,6 +117,12 @@ def serve(
             SERVER, "Jinja template of chats, a file or the text itself (default: the checkpoint's own).", "TEMPLATE"
         ),
     ] = None,
+    tool_call_parser: Annotated[
+        Text, _option(SERVER, "How it calls tools: glm4, mistral, hermes, llama3_json, none (default: auto).", "NAME")
+    ] = None,
+    reasoning_parser: Annotated[
+        Text, _option(SERVER, "How its thoughts are told from its answers: think, none (default: auto).", "NAME")
+    ] = None,
     drain_timeout: Annotated[
         Text, _option(SERVER, "Seconds that SIGTERM lets running requests finish (default: 30).", "SECONDS")
     ] = None,

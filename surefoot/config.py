@@ -82,6 +82,10 @@ class ServerConfig(Value, frozen=True, kw_only=True):
     """auto (requests start from the model's generation_config.json) | none (from vLLM's defaults)"""
     chat_template: str | None = None
     """Jinja source to use instead of the checkpoint's own."""
+    tool_call_parser: str = "auto"
+    """auto (what the chat template tells) | none | a name out of `api.dialects`"""
+    reasoning_parser: str = "auto"
+    """auto (what the chat template tells) | none | a name out of `api.reasoning`"""
     drain_timeout: float = 30.0
     """Seconds that SIGTERM waits for running requests."""
     max_queued_requests: int = 1024

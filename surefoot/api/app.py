@@ -61,6 +61,8 @@ def create_app(
         defaults=defaults,
         refuse_while_restarting=config.while_restarting == "refuse",
         patience=Patience(whole=config.request_timeout, first_token=config.first_token_timeout),
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
     )
     api = Api(serving, max_body_bytes=config.max_body_bytes, drain_timeout=config.drain_timeout)
     app = FastAPIOffline(

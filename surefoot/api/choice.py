@@ -6,6 +6,7 @@ import msgspec
 
 from surefoot.api.detok import Detokenizer
 from surefoot.api.engine import Handle
+from surefoot.api.reasoning import ReasoningParser
 from surefoot.api.tokenizer import Tokenizer
 from surefoot.api.tools import ToolCall, ToolParser
 from surefoot.types import Emitted, Sampled, SamplingParams, Value
@@ -27,6 +28,8 @@ class Job(Value, frozen=True, kw_only=True):
     """An answer is a call: its grammar sees to that."""
     one_call: bool = False
     """Of the calls in an answer only the first counts."""
+    opened: bool | None = None
+    """Whether the prompt has begun the model's thoughts; None: they are not told apart."""
     timeout: float | None = None
     """Seconds from arrival that the request gives itself."""
 
@@ -48,6 +51,8 @@ class Delta(msgspec.Struct):
 
     choice: int
     text: str = ""
+    reasoning: str = ""
+    """What the model thinks before it answers."""
     tokens: list[Sampled] = []
     calls: tuple[ToolCall, ...] = ()
     finish: str | None = None
@@ -69,6 +74,7 @@ class Choice:
     ) -> None:
         self._index, self._params = index, job.prompts[index // job.n][1]
         self._parser, self._one_call = parser, job.one_call
+        self._thoughts = None if job.opened is None else ReasoningParser(opened=job.opened)
         self.ended = self._called = False
         params = self._params
         self._detok = Detokenizer(
@@ -98,9 +104,18 @@ class Choice:
             delta.finish = event.finish
             delta.stop_reason = event.stop_token if event.stop_token in self._params.stop_token_ids else None
         self.ended = delta.finish is not None
+        if self._thoughts is not None:
+            self._think(self._thoughts, delta)
         if self._parser is not None:
             self._parse(self._parser, delta, event.stop_token)
         return delta
+
+    def _think(self, parser: ReasoningParser, delta: Delta) -> None:
+        """Take thoughts out of the text."""
+        delta.reasoning, delta.text = parser.push(delta.text)
+        if self.ended:
+            rest = parser.finish()
+            delta.reasoning, delta.text = delta.reasoning + rest.reasoning, delta.text + rest.text
 
     def _parse(self, parser: ToolParser, delta: Delta, stop_token: int | None) -> None:
         """Take calls out of the text."""

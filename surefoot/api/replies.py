@@ -86,7 +86,7 @@ class Reply:
         yield last + DONE
 
     def _pieces(self, delta: Delta) -> list[Json]:
-        gained = delta.text or delta.calls or self._with_logprobs or self._with_ids
+        gained = delta.text or delta.reasoning or delta.calls or self._with_logprobs or self._with_ids
         pieces = [self.gain(delta)] if gained else []
         return pieces if delta.finish is None else [*pieces, self.ending(delta)]
 
@@ -126,7 +126,9 @@ class ChatReply(Reply):
         return chunks
 
     def gain(self, delta: Delta) -> Json:
-        gained: Json = {"content": delta.text} if delta.text or not delta.calls else {}
+        gained: Json = {"content": delta.text} if delta.text or not (delta.calls or delta.reasoning) else {}
+        if delta.reasoning:
+            gained["reasoning_content"] = delta.reasoning
         if delta.calls:
             first = self._called.get(delta.choice, 0)
             self._called[delta.choice] = first + len(delta.calls)
@@ -141,6 +143,8 @@ class ChatReply(Reply):
         message: Json = {"role": "assistant", "content": total.text, "refusal": None}
         if total.calls:
             message |= {"content": total.text or None, "tool_calls": [_call(call) for call in total.calls]}
+        if total.reasoning:
+            message["reasoning_content"] = total.reasoning
         return {
             "index": total.choice,
             "message": message,

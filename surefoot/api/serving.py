@@ -26,6 +26,7 @@ from surefoot.api.grammar import Checker
 from surefoot.api.metrics import Metrics
 from surefoot.api.openai import ChatRequest, CompletionRequest, DetokenizeRequest, Prompt, TokenizeRequest
 from surefoot.api.openai import Message as ChatMessage
+from surefoot.api.reasoning import reasoning_of
 from surefoot.api.template import Message, Tool
 from surefoot.api.tokenizer import Tokenizer
 from surefoot.errors import InvalidRequest, NotFound, Overloaded
@@ -56,13 +57,16 @@ class Serving:
         defaults: GenerationDefaults,
         refuse_while_restarting: bool = False,
         patience: Patience = Patience(),
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
     ) -> None:
         self._patience = patience
         self._refuse_while_restarting = refuse_while_restarting
         self.engine, self.tokenizer, self.metrics = engine, tokenizer, metrics
         self.names = tuple(names)
         self.defaults = defaults
-        self._dialect = dialect_of(tokenizer)
+        self._dialect = dialect_of(tokenizer, tool_call_parser)
+        self._reasoning = reasoning_of(tokenizer, reasoning_parser)
         self._checker = Checker(tokenizer.vocabulary, engine.info.limits.eos_token_ids)
         self._preparing = 0
         self._max_preparing = max_preparing
@@ -99,16 +103,21 @@ class Serving:
 
     async def chat_job(self, request: ChatRequest, arrival: float) -> Job:
         """Render, tokenize and fit a chat. Raises RequestError."""
-        params = await self._params(request)
+        params = self._params(request)
         self.check_model(request.model)
         tools, demanded = request.offered(), request.demanded()
         if demanded:
-            params = await self._demanding(params, demanded, several=request.parallel_tool_calls is not False)
+            params = self._demanding(params, demanded, several=request.parallel_tool_calls is not False)
         generation = request.add_generation_prompt is not False
         special = request.add_special_tokens is True
-        ids = await self._prepare(
-            lambda: self._text_ids(self._chat(request.messages, tools, generation), special=special, param="messages")
-        )
+
+        def prepare() -> tuple[list[int], bool | None]:
+            text = self._chat(request.messages, tools, generation)
+            opened = None if self._reasoning is None else self._reasoning.opened(text)
+            return self._text_ids(text, special=special, param="messages"), opened
+
+        ids, opened = await self._prepare(prepare)
+        params = await self._checked(params, opened)
         output = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         fitted = self._fit(ids, params, default=self.defaults.max_tokens, names=("messages", output))
         return Job(
@@ -120,25 +129,30 @@ class Serving:
             tools=frozenset(tool["function"]["name"] for tool in demanded or tools),
             forced=bool(demanded),
             one_call=request.parallel_tool_calls is False,
+            opened=opened,
             timeout=request.timeout,
         )
 
-    async def _params(self, request: ChatRequest | CompletionRequest) -> SamplingParams:
-        """The request's parameters over the model's defaults; `max_tokens` is left to `_fit`. Raises RequestError."""
+    def _params(self, request: ChatRequest | CompletionRequest) -> SamplingParams:
+        """The request's parameters over the model's defaults; `max_tokens` is left to `_fit`."""
         defaults = {name: value for name, value in self.defaults.given().items() if name != "max_tokens"}
-        params = validate(request.params(defaults), token_count=self.tokenizer.token_count)
-        if params.grammar is not None:
-            await self._checker.check(params.grammar)
-        return self.tokenizer.banning(params)
+        return self.tokenizer.banning(validate(request.params(defaults), token_count=self.tokenizer.token_count))
 
-    async def _demanding(
-        self, params: SamplingParams, tools: Sequence[dict[str, Any]], *, several: bool
-    ) -> SamplingParams:
-        """Parameters with the grammar of a call. Raises RequestError."""
+    async def _checked(self, params: SamplingParams, opened: bool | None = None) -> SamplingParams:
+        """Parameters whose grammar, if there is one, compiles, and lets a model think first. Raises RequestError."""
+        if params.grammar is None:
+            return params
+        if opened is not None and self._reasoning is not None:
+            params = msgspec.structs.replace(params, grammar=self._reasoning.before(params.grammar, opened))
+        assert params.grammar is not None
+        await self._checker.check(params.grammar)
+        return params
+
+    def _demanding(self, params: SamplingParams, tools: Sequence[dict[str, Any]], *, several: bool) -> SamplingParams:
+        """Parameters with the grammar of a call. Raises InvalidRequest."""
         if self._dialect is None:
             raise self._no_tools("tools")
         asked = lark(self._dialect.grammar(tools, several=several), field="tools")
-        await self._checker.check(asked)
         return msgspec.structs.replace(params, grammar=asked)
 
     def _no_tools(self, param: str) -> InvalidRequest:
@@ -148,7 +162,7 @@ class Serving:
 
     async def completion_job(self, request: CompletionRequest, arrival: float) -> Job:
         """Tokenize and fit the prompts of a completion. Raises RequestError."""
-        params = await self._params(request)
+        params = await self._checked(self._params(request))
         self.check_model(request.model)
         special = request.add_special_tokens is not False
         prompts = await self._prepare(lambda: [self._prompt_ids(prompt, special=special) for prompt in request.prompts])
@@ -287,10 +301,11 @@ class Serving:
         clock.finished()
 
     def _choice(self, index: int, job: Job) -> Choice:
+        markers = frozenset[int]() if self._reasoning is None or job.opened is None else self._reasoning.markers
         if self._dialect is None or not job.tools:
-            return Choice(index, job, self.tokenizer)
+            return Choice(index, job, self.tokenizer, markers=markers)
         parser = self._dialect.parser(job.tools, forced=job.forced)
-        return Choice(index, job, self.tokenizer, parser, markers=self._dialect.markers)
+        return Choice(index, job, self.tokenizer, parser, markers=markers | self._dialect.markers)
 
     @contextmanager
     def _admitted(self, job: Job) -> Iterator[list[Handle]]:
@@ -308,6 +323,7 @@ class Serving:
         """The whole answer, a delta per choice. Raises RequestError."""
         totals = [Delta(choice) for choice in range(job.choices)]
         texts: list[list[str]] = [[] for _ in totals]
+        thoughts: list[list[str]] = [[] for _ in totals]
         async with aclosing(self.generate(job)) as steps:
             async for deltas in steps:
                 for delta in deltas:
@@ -317,8 +333,9 @@ class Serving:
                     total.cached = delta.cached
                     total.finish, total.stop_reason = delta.finish, delta.stop_reason
                     texts[delta.choice].append(delta.text)
-        for total, parts in zip(totals, texts, strict=True):
-            total.text = "".join(parts)
+                    thoughts[delta.choice].append(delta.reasoning)
+        for total, said, thought in zip(totals, texts, thoughts, strict=True):
+            total.text, total.reasoning = "".join(said), "".join(thought)
         return totals
 
 

@@ -127,6 +127,8 @@ SERVER: dict[str, Setting] = {
     "admin_api_key": Setting(_text, many=True),
     "generation_config": Setting(_choice("auto", "none")),
     "chat_template": Setting(_template),
+    "tool_call_parser": Setting(_choice("auto", "none", "glm4", "mistral", "hermes", "llama3_json")),
+    "reasoning_parser": Setting(_choice("auto", "none", "think", "deepseek_r1", "qwen3")),
     "drain_timeout": Setting(_real(0.0, 86_400.0)),
     "max_queued_requests": Setting(_whole(1, 1 << 20)),
     "max_queued_tokens": Setting(_tokens),

@@ -119,8 +119,6 @@ TABLE: Final[Mapping[str, Moot | Only]] = {
     "scheduling_policy": Only("fcfs", "requests are served in the order of arrival", ("priority",)),
     "enable_sleep_mode": Only(False, "a server does not sleep"),
     # the API
-    "tool_call_parser": Moot(None, "the chat template tells how a model calls tools"),
-    "reasoning_parser": Only(None, "reasoning is not split from answers"),
     "max_logprobs": Only(20, "requests may ask for 20"),
     "chat_template_content_format": Only("auto", "parts of text are joined for the template", ("string",)),
     "default_chat_template_kwargs": Only(None, "chat templates get no variables but the known ones", ({},)),
