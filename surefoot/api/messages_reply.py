@@ -93,6 +93,7 @@ class MessageReply(NarratedReply):
     def __init__(self, job: Job, model: str) -> None:
         self._job = job
         self._text: list[str] | None = None  # of the block that is open
+        self._kind = "text"
         self._output_tokens = 0
         self.json: Json = {
             "id": f"msg_{uuid.uuid4().hex}",
@@ -122,25 +123,33 @@ class MessageReply(NarratedReply):
 
     def _take(self, delta: Delta) -> list[Json]:
         events: list[Json] = []
+        if delta.reasoning:
+            events += self._grow(delta.reasoning, "thinking")
         if delta.text:
-            events += self._grow(delta.text)
+            events += self._grow(delta.text, "text")
         for call in delta.calls:
             events += self._close() + self._use(call)
         return events if delta.finish is None else events + self._end(delta.finish, delta.stop_reason)
 
-    def _grow(self, text: str) -> list[Json]:
+    def _grow(self, text: str, kind: str) -> list[Json]:
+        """More of a block of kind text or thinking, which are alike."""
         events: list[Json] = []
-        if self._text is None:
-            self._text = []
-            self.json["content"].append({"type": "text", "text": ""})
-            events.append(self._block("start", content_block={"type": "text", "text": ""}))
+        if self._text is None or self._kind != kind:
+            events = self._close()
+            self._text, self._kind = [], kind
+            self.json["content"].append(self._whole(""))
+            events.append(self._block("start", content_block=self._whole("")))
         self._text.append(text)
-        return [*events, self._block("delta", delta={"type": "text_delta", "text": text})]
+        return [*events, self._block("delta", delta={"type": f"{kind}_delta", kind: text})]
+
+    def _whole(self, text: str) -> Json:
+        """The block that is open. Thoughts are not signed: nobody checks that they come back unchanged."""
+        return {"type": self._kind, self._kind: text} | ({"signature": ""} if self._kind == "thinking" else {})
 
     def _close(self) -> list[Json]:
         if self._text is None:
             return []
-        self.json["content"][-1] = {"type": "text", "text": "".join(self._text)}
+        self.json["content"][-1] = self._whole("".join(self._text))
         self._text = None
         return [self._block("stop")]
 

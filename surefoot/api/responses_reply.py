@@ -2,6 +2,7 @@
 
 created, in_progress
   output_item.added, content_part.added, output_text.delta …, output_text.done, content_part.done, output_item.done
+    (for thoughts reasoning_text instead of output_text)
   output_item.added, function_call_arguments.delta, function_call_arguments.done, output_item.done
 completed | incomplete | failed
 """
@@ -38,7 +39,7 @@ class ResponseReply(NarratedReply):
         self._sequence = 0
         self._text: _Text | None = None
         self._held: list[Json] = []  # log-probabilities of tokens whose text has not come yet
-        self._output_tokens = self._cached = 0
+        self._output_tokens = self._reasoning_tokens = self._cached = 0
         self.json: Json = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -89,29 +90,34 @@ class ResponseReply(NarratedReply):
         if self._with_logprobs:
             self._held += [self._entry(sampled) for sampled in delta.tokens]
         events: list[Json] = []
+        if delta.reasoning:
+            self._reasoning_tokens += len(delta.tokens)
+            events += self._grow(delta.reasoning, thoughts=True)
         if delta.text:
-            events += self._grow(delta.text)
+            events += self._grow(delta.text, thoughts=False)
         for call in delta.calls:
             events += self._close_text("completed") + self._call(call)
         return events if delta.finish is None else events + self._end(delta.finish)
 
-    def _grow(self, text: str) -> list[Json]:
-        events = self._open_text()
+    def _grow(self, text: str, *, thoughts: bool) -> list[Json]:
+        events = self._open_text(thoughts=thoughts)
         assert self._text is not None
         self._text.parts.append(text)
         scores, self._held = self._held, []
         self._text.logprobs += scores
-        return [*events, self._text_event("response.output_text.delta", delta=text, logprobs=scores)]
+        return [*events, self._text_event("delta", delta=text, logprobs=scores)]
 
-    def _open_text(self) -> list[Json]:
-        if self._text is not None:
+    def _open_text(self, *, thoughts: bool) -> list[Json]:
+        if self._text is not None and self._text.thoughts == thoughts:
             return []
-        self._text = _Text(f"msg_{uuid.uuid4().hex}", len(self.json["output"]))
+        closing = self._close_text("completed")
+        self._text = _Text(f"{'rs' if thoughts else 'msg'}_{uuid.uuid4().hex}", len(self.json["output"]), thoughts)
         item = self._text.item("in_progress", [])
         self.json["output"].append(item)
         return [
+            *closing,
             self._event("response.output_item.added", output_index=self._text.index, item=item),
-            self._text_event("response.content_part.added", part=_part("", [])),
+            self._part_event("added", self._text.part("")),
         ]
 
     def _close_text(self, status: str) -> list[Json]:
@@ -119,11 +125,11 @@ class ResponseReply(NarratedReply):
             return []
         text, self._text.logprobs = "".join(self._text.parts), self._text.logprobs + self._held
         self._held = []
-        part = _part(text, self._text.logprobs)
+        part = self._text.part(text)
         item = self.json["output"][self._text.index] = self._text.item(status, [part])
         events = [
-            self._text_event("response.output_text.done", text=text, logprobs=self._text.logprobs),
-            self._text_event("response.content_part.done", part=part),
+            self._text_event("done", text=text, logprobs=self._text.logprobs),
+            self._part_event("done", part),
             self._event("response.output_item.done", output_index=self._text.index, item=item),
         ]
         self._text = None
@@ -146,7 +152,7 @@ class ResponseReply(NarratedReply):
 
     def _end(self, finish: str) -> list[Json]:
         status = _STATUS.get(finish, "completed")
-        events = self._open_text() if not self.json["output"] else []
+        events = self._open_text(thoughts=False) if not self.json["output"] else []
         events += self._close_text(status)
         self.json |= {"status": status, "usage": self._usage()}
         if status == "incomplete":
@@ -159,7 +165,7 @@ class ResponseReply(NarratedReply):
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": self._cached, "cache_write_tokens": 0},
             "output_tokens": output,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
             "total_tokens": prompt + output,
         }
 
@@ -169,9 +175,15 @@ class ResponseReply(NarratedReply):
         self._sequence += 1
         return {"type": type, "sequence_number": self._sequence - 1, **fields}
 
-    def _text_event(self, type: str, **fields: Any) -> Json:
+    def _text_event(self, what: str, *, logprobs: list[Json], **fields: Any) -> Json:
+        """About the text that is being written; thoughts have no log-probabilities."""
         assert self._text is not None
-        return self._event(type, item_id=self._text.id, output_index=self._text.index, content_index=0, **fields)
+        scores = {} if self._text.thoughts else {"logprobs": logprobs}
+        return self._event(f"response.{self._text.kind}.{what}", **self._text.where, **fields, **scores)
+
+    def _part_event(self, what: str, part: Json) -> Json:
+        assert self._text is not None
+        return self._event(f"response.content_part.{what}", **self._text.where, part=part)
 
     def _snapshot(self) -> Json:
         """The object as it is now: events of one step are encoded when all of them are made."""
@@ -187,19 +199,29 @@ class ResponseReply(NarratedReply):
 
 
 class _Text(msgspec.Struct):
-    """The message that is being written: item `index` of the output."""
+    """What is being written: item `index` of the output, a message or thoughts."""
 
     id: str
     index: int
+    thoughts: bool
     parts: list[str] = []
     logprobs: list[Json] = []
 
+    @property
+    def kind(self) -> str:
+        return "reasoning_text" if self.thoughts else "output_text"
+
+    @property
+    def where(self) -> Json:
+        return {"item_id": self.id, "output_index": self.index, "content_index": 0}
+
     def item(self, status: str, content: list[Json]) -> Json:
-        return {"id": self.id, "type": "message", "role": "assistant", "status": status, "content": content}
+        kind: Json = {"type": "reasoning", "summary": []} if self.thoughts else {"type": "message", "role": "assistant"}
+        return {"id": self.id, **kind, "status": status, "content": content}
 
-
-def _part(text: str, logprobs: list[Json]) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+    def part(self, text: str) -> Json:
+        rest: Json = {} if self.thoughts else {"annotations": [], "logprobs": self.logprobs}
+        return {"type": self.kind, "text": text, **rest}
 
 
 def _echo(request: ResponsesRequest, job: Job) -> Json:

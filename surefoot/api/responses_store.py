@@ -58,7 +58,7 @@ class Kept:
         for item in self.reply.json["output"]:
             if item["type"] == "message":
                 answer["content"] = (answer["content"] or "") + "".join(part["text"] for part in item["content"])
-            else:
+            elif item["type"] == "function_call":
                 function = {"name": item["name"], "arguments": item["arguments"]}
                 answer.setdefault("tool_calls", []).append(
                     {"id": item["call_id"], "type": "function", "function": function}
