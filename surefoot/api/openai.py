@@ -18,9 +18,10 @@ from pydantic import (
     Field,
     ValidationError,
     WithJsonSchema,
-    model_validator,
 )
 
+from surefoot.api.conversation import Message as Message
+from surefoot.api.conversation import Messages, NamedTool, Tool
 from surefoot.api.schema import Only as Only
 from surefoot.api.schema import Schema as Schema
 from surefoot.api.schema import Tokens as Tokens
@@ -39,7 +40,7 @@ MAX_CHOICES: Final = 1024
 class StreamOptions(Schema):
     include_usage: bool | None = None
     include_obfuscation: Only(False) = None  # type: ignore[valid-type]
-    continuous_usage_stats: Only(False) = None  # type: ignore[valid-type]
+    continuous_usage_stats: bool | None = None
 
 
 class Sampling(Schema):
@@ -81,6 +82,11 @@ class Sampling(Schema):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    prompt_logprobs: Only(why="only what is generated is scored") = None  # type: ignore[valid-type]
+    use_beam_search: Only(False) = None  # type: ignore[valid-type]
+    length_penalty: Only(1.0, 1) = None  # type: ignore[valid-type]
+    spaces_between_special_tokens: Only(True) = None  # type: ignore[valid-type]
+    truncate_prompt_tokens: Only() = None  # type: ignore[valid-type]
 
     _plain: ClassVar[tuple[str, ...]] = (
         "n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
@@ -92,10 +98,16 @@ class Sampling(Schema):
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
     def check(self) -> None:
         """What no single field can tell. Raises InvalidRequest."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is only allowed with stream=true.", param="stream_options")
+        if self.continuous_usage and not self.include_usage:
+            raise InvalidRequest("continuous_usage_stats needs include_usage=true.", param="stream_options")
 
     def params(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
         """As given, with `defaults` for what is not: `surefoot.sampling.validate` has the last word on ranges. Unset
@@ -131,85 +143,6 @@ class Sampling(Schema):
 # ---- chat -----------------------------------------------------------------------------------------------------------
 
 
-class TextPart(Schema):
-    type: Literal["text"]
-    text: str
-
-
-class Function(Schema):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(Schema):
-    type: Literal["function"]
-    function: Function
-
-
-class FunctionName(Schema):
-    name: str
-
-
-class NamedTool(Schema):
-    """The tool that has to be called."""
-
-    type: Literal["function"]
-    function: FunctionName
-
-
-class CalledFunction(Schema):
-    name: str
-    arguments: str
-
-
-class Call(Schema):
-    """A call that the assistant made earlier."""
-
-    id: str
-    type: Literal["function"]
-    function: CalledFunction
-
-
-class Message(Schema):
-    """One turn. `developer` is OpenAI's newer name for `system`; `tool` is what a call of the assistant's returned."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)] | None = None
-    name: str | None = None
-    tool_calls: list[Call] | None = None
-    tool_call_id: str | None = None
-    refusal: Only() = None  # type: ignore[valid-type]
-    audio: Only() = None  # type: ignore[valid-type]
-    annotations: Only([]) = None  # type: ignore[valid-type]
-    function_call: Only() = None  # type: ignore[valid-type]
-
-    @model_validator(mode="after")
-    def _whole(self) -> Message:
-        """Which fields a role has."""
-        if self.content is None and not self.tool_calls:
-            raise ValueError("content is required, but for an assistant's message with tool_calls")
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError(f"tool_calls belong to role assistant, not to {self.role}")
-        if (self.tool_call_id is None) == (self.role == "tool"):
-            raise ValueError("tool_call_id belongs to role tool, which needs one")
-        return self
-
-    def turn(self) -> dict[str, Any]:
-        """As chat templates take it; parts of text are joined by newlines, as vLLM does."""
-        parts = [self.content] if isinstance(self.content, str) else [part.text for part in self.content or ()]
-        role = "system" if self.role == "developer" else self.role
-        turn: dict[str, Any] = {"role": role, "content": "\n".join(parts)}
-        if self.tool_calls:
-            turn["tool_calls"] = [call.model_dump() for call in self.tool_calls]
-        given = {"name": self.name, "tool_call_id": self.tool_call_id}
-        return turn | {name: value for name, value in given.items() if value is not None}
-
-
-Messages = Annotated[list[Message], Field(min_length=1)]
-
-
 class ChatRequest(Sampling):
     messages: Messages
     max_completion_tokens: Tokens | None = None
@@ -233,6 +166,7 @@ class ChatRequest(Sampling):
     reasoning_effort: Only("none") = None  # type: ignore[valid-type]
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     verbosity: Only("medium") = None  # type: ignore[valid-type]
     web_search_options: Only() = None  # type: ignore[valid-type]
 
@@ -324,8 +258,8 @@ class CompletionRequest(Sampling):
     prompt: Annotated[Any, BeforeValidator(_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
-    echo: Only(False) = None  # type: ignore[valid-type]
-    suffix: Only("") = None  # type: ignore[valid-type]
+    echo: bool | None = None
+    suffix: Only("", why="texts are continued, gaps are not filled") = None  # type: ignore[valid-type]
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -335,14 +269,26 @@ class CompletionRequest(Sampling):
     def check(self) -> None:
         super().check()
         n = self.n or 1
-        if self.best_of is not None and self.best_of != n:
-            raise InvalidRequest(f"best_of is not supported yet; leave it out or give n={n}.", param="best_of")
-        if len(self.prompts) * n > MAX_CHOICES:
+        most = n if self.best_of is None else self.best_of
+        if most < n:
+            raise InvalidRequest(f"best_of={most} must be at least n={n}.", param="best_of")
+        if most > n and self.stream:
+            raise InvalidRequest("best_of > n cannot be streamed: which are best is known at the end.", param="best_of")
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequest("echo with logprobs is not supported: prompts are not scored.", param="echo")
+        if len(self.prompts) * most > MAX_CHOICES:
             raise InvalidRequest(
-                f"prompt holds {len(self.prompts):,} prompts of n={n} choices each; a request may ask for "
+                f"prompt holds {len(self.prompts):,} prompts of n={most} choices each; a request may ask for "
                 f"{MAX_CHOICES:,} choices in all. Send several requests.",
                 param="prompt",
             )
+
+    def params(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
+        """With best_of > n, for all of them; what they are ranked by is drawn along with them."""
+        params = super().params(defaults)
+        if self.best_of is None or self.best_of == params.n:
+            return params
+        return msgspec.structs.replace(params, n=self.best_of, logprobs=self.logprobs or 0)
 
     def alternatives(self) -> int | None:
         return self.logprobs
@@ -405,7 +351,10 @@ def _explain(schema: type[Schema], error: ValidationError) -> InvalidRequest:
         return InvalidRequest(f"{path} is required.", param=field)
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, UnsupportedError):
-        return InvalidRequest(f"{path} is not supported yet, got {shown(first['input'])}; leave it out.", param=field)
+        why = f" ({cause})" if str(cause) else ""
+        return InvalidRequest(
+            f"{path} is not supported yet{why}, got {shown(first['input'])}; leave it out.", param=field
+        )
     rule = str(cause) if cause else first["msg"][0].lower() + first["msg"][1:]
     return InvalidRequest(f"{path}: {rule}, got {shown(first['input'])}.", param=field)
 

@@ -32,7 +32,7 @@ class Reply:
         self._job, self._tokenizer = job, tokenizer
         self._with_logprobs = request.alternatives() is not None
         self._with_ids = bool(request.return_token_ids)
-        self._include_usage = request.include_usage
+        self._include_usage, self._continuous_usage = request.include_usage, request.continuous_usage
         self._completion_tokens = 0
         self._cached: dict[int, int] = {}  # prompt → tokens of it that were cached
         self._head: Json = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
@@ -62,8 +62,12 @@ class Reply:
         totals = await serving.complete(self._job)
         for total in totals:
             self._count(total)
-        choices = [self.choice(total) for total in totals]
+        choices = [self.choice(total) for total in self.kept(totals)]
         return {**self._head, "object": self.object, "choices": choices, "usage": self._usage()} | self._extras()
+
+    def kept(self, totals: Sequence[Delta]) -> Sequence[Delta]:
+        """The choices that are answered with, of those that were generated."""
+        return totals
 
     def _extras(self) -> Json:
         return {}
@@ -92,6 +96,8 @@ class Reply:
 
     def _chunk(self, choices: list[Json], usage: Json | None = None) -> Json:
         chunk = {**self._head, "object": self.chunk_object, "choices": choices}
+        if usage is None and self._continuous_usage:
+            usage = self._usage()
         return chunk | {"usage": usage} if self._include_usage else chunk
 
     def _count(self, delta: Delta) -> None:
@@ -183,9 +189,29 @@ class CompletionReply(Reply):
         super().__init__(request, job, model, tokenizer)
         self._offsets = [0] * job.choices
         self._opened: set[int] = set()
+        self._n = request.n or 1
+        """Choices of each prompt that are answered with; best_of may ask for more to choose from."""
+        self._echoed = [self._prompt_text(prompt) for prompt in request.prompts] if request.echo else None
+
+    def _prompt_text(self, prompt: str | list[int]) -> str:
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
 
     def opening(self) -> list[Json]:
-        return []
+        if self._echoed is None:
+            return []
+        echoes = [Delta(choice, self._echoed[choice // self._n]) for choice in range(self._job.choices)]
+        return [self._chunk([self._piece(echo, echo.text, None)]) for echo in echoes]
+
+    def kept(self, totals: Sequence[Delta]) -> Sequence[Delta]:
+        """Of each prompt the likeliest per token, likeliest first, and numbered anew."""
+        if self._job.n == self._n:
+            return totals
+        best: list[Delta] = []
+        for first in range(0, len(totals), self._job.n):
+            best += sorted(totals[first : first + self._job.n], key=_mean_logprob, reverse=True)[: self._n]
+        for choice, total in enumerate(best):
+            total.choice = choice
+        return best
 
     def gain(self, delta: Delta) -> Json:
         return self._piece(delta, delta.text, self._logprobs(delta)) | self._ids(delta)
@@ -195,6 +221,8 @@ class CompletionReply(Reply):
         return ending | {"finish_reason": delta.finish, "stop_reason": delta.stop_reason}
 
     def choice(self, total: Delta) -> Json:
+        if self._echoed is not None:
+            total.text = self._echoed[total.choice // self._n] + total.text
         return self.gain(total) | {"finish_reason": total.finish, "stop_reason": total.stop_reason}
 
     def _piece(self, delta: Delta, text: str, logprobs: Json | None) -> Json:
@@ -204,7 +232,7 @@ class CompletionReply(Reply):
         ids = super()._ids(delta)
         if ids and delta.choice not in self._opened:
             self._opened.add(delta.choice)
-            ids["prompt_token_ids"] = self._job.prompts[delta.choice // self._job.n][0]
+            ids["prompt_token_ids"] = self._job.prompts[delta.choice // self._n][0]
         return ids
 
     def _logprobs(self, delta: Delta) -> Json | None:
@@ -241,3 +269,7 @@ def _call(call: ToolCall) -> Json:
 def finite(logprob: float | None) -> float | None:
     """As JSON can say it."""
     return None if logprob is None else max(logprob, _LEAST_LOGPROB)
+
+
+def _mean_logprob(total: Delta) -> float:
+    return sum(sampled.logprob or 0.0 for sampled in total.tokens) / max(1, len(total.tokens))

@@ -11,14 +11,14 @@ class UnsupportedError(ValueError):
     """Turned into the words a caller reads by `openai.parse`."""
 
 
-def Only(*neutral: object) -> Any:  # noqa: N802 - reads as an annotation
+def Only(*neutral: object, why: str = "") -> Any:  # noqa: N802 - reads as an annotation
     """The annotation of a field that is documented but not supported: `neutral` values, and null, ask for nothing."""
     allowed = (None, *neutral)
 
     def check(value: object) -> object:
         if any(type(value) is type(item) and value == item for item in allowed):
             return value
-        raise UnsupportedError
+        raise UnsupportedError(why)
 
     schema = {"description": "Not supported yet; only values that ask for nothing are accepted.", "enum": list(allowed)}
     return Annotated[Any, BeforeValidator(check), WithJsonSchema(schema)]

@@ -112,7 +112,7 @@ class Serving:
         special = request.add_special_tokens is True
 
         def prepare() -> tuple[list[int], bool | None]:
-            text = self._chat(request.messages, tools, generation)
+            text = self._chat(request.messages, tools, generation, request.chat_template_kwargs)
             opened = None if self._reasoning is None else self._reasoning.opened(text)
             return self._text_ids(text, special=special, param="messages"), opened
 
@@ -182,11 +182,12 @@ class Serving:
     async def chat_ids(self, request: ChatRequest) -> list[int]:
         """The prompt that a chat comes to, whether it fits or not. Raises RequestError."""
         self.check_model(request.model)
-        return await self._prepare(
-            lambda: self.tokenizer.encode(
-                self._chat(request.messages, request.offered(), True), add_special_tokens=False
-            )
-        )
+
+        def prepare() -> list[int]:
+            text = self._chat(request.messages, request.offered(), True, request.chat_template_kwargs)
+            return self.tokenizer.encode(text, add_special_tokens=False)
+
+        return await self._prepare(prepare)
 
     async def tokenize(self, request: TokenizeRequest) -> tuple[list[int], list[str] | None]:
         """Ids, and strings where wanted, of a text or of a chat; no limit on their number but the body's."""
@@ -221,15 +222,21 @@ class Serving:
         finally:
             self._preparing -= 1
 
-    def _chat(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], generation: bool) -> str:
-        """A conversation as one text."""
+    def _chat(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool],
+        generation: bool,
+        variables: dict[str, Any] | None = None,
+    ) -> str:
+        """A conversation as one text; `variables` are more for its template."""
         turns: Sequence[Message] = [message.turn() for message in messages]
         variable: Sequence[Tool] | None = None
         if tools or any(message.tool_calls or message.role == "tool" for message in messages):
             if self._dialect is None:
                 raise self._no_tools("tools" if tools else "messages")
             turns, variable = self._dialect.render(turns, tools)
-        return self.tokenizer.render_chat(turns, add_generation_prompt=generation, tools=variable)
+        return self.tokenizer.render_chat(turns, add_generation_prompt=generation, tools=variable, variables=variables)
 
     def _prompt_ids(self, prompt: Prompt, *, special: bool) -> list[int]:
         if isinstance(prompt, str):

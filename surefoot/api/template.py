@@ -42,14 +42,20 @@ class ChatTemplate:
         a model that was trained so writes them before every answer."""
 
     def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, tools: Sequence[Tool] | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Tool] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The conversation as one text, ended by the start of an assistant's turn with `add_generation_prompt`.
 
-        Raises InvalidRequest naming the message that the template refuses.
+        `variables` are more of what this rendering sees, such as enable_thinking. Raises InvalidRequest naming the
+        message that the template refuses.
         """
         try:
-            return self._render(messages, add_generation_prompt, tools)
+            return self._render(messages, add_generation_prompt, tools, variables)
         except _REFUSALS as error:
             index = self._culprit(messages)
             role = messages[index].get("role") if messages else None
@@ -60,11 +66,14 @@ class ChatTemplate:
             ) from error
 
     def _render(
-        self, messages: Sequence[Message], add_generation_prompt: bool, tools: Sequence[Tool] | None = None
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        tools: Sequence[Tool] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
-        return self._template.render(
-            self._variables, messages=messages, add_generation_prompt=add_generation_prompt, tools=tools, documents=None
-        )
+        ours = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": tools, "documents": None}
+        return self._template.render({**(variables or {}), **self._variables, **ours})
 
     def _reply_prefix(self) -> str:
         question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}

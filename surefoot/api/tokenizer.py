@@ -104,14 +104,21 @@ class Tokenizer:
         return replace(params, bad_token_ids=(*params.bad_token_ids, *dict.fromkeys(map(tuple, filter(None, found)))))
 
     def render_chat(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, tools: Sequence[Tool] | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Tool] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """A conversation as one text. Raises InvalidRequest where the model has no template or refuses a message."""
         if self._template is None:
             raise InvalidRequest(
                 "This model has no chat template; send a prompt to /v1/completions instead.", param="messages"
             )
-        text = self._template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+        text = self._template.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
+        )
         opening = "".join(self._opening)
         return text if text.startswith(opening) else opening + text
 

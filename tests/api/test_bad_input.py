@@ -64,8 +64,10 @@ BOTH: list[tuple[str, Any]] = [
     *((field, 1) for field in ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")),
     *((field, value) for field in ("bad_words", "allowed_token_ids") for value in (5, {}, [None], [[]])),
     *((field, 1) for field in ("guided_yaml", "best_off", "prompt_logprobs", "use_beam_search", "Temperature", "日本")),
-    ("best_of", 2),
-    ("echo", True),
+    *(("best_of", value) for value in (0, 129, "2", 1.5)),
+    *(("echo", value) for value in (1, "x")),
+    *(("use_beam_search", 1), ("prompt_logprobs", 5), ("length_penalty", 2.0), ("truncate_prompt_tokens", 5)),
+    *(("stream_options", value) for value in ({"continuous_usage_stats": True}, {"continuous_usage_stats": 1})),
     ("suffix", "x"),
 ]  # fmt: skip
 
@@ -107,6 +109,8 @@ CHAT: list[tuple[str, Any]] = [
     ("metadata", "x"),
     ("store", "x"),
     ("parallel_tool_calls", "x"),
+    *(("chat_template_kwargs", value) for value in (5, "x", ["x"], DEEP)),
+    *(("tool_choice", value) for value in ("any", 5, {}, {"type": "function", "function": {"name": "nobody"}})),
     ("top_logprobs", 5),
     ("top_logprobs", 21),
     ("top_logprobs", -1),

@@ -22,22 +22,22 @@ WORKS: dict[str, Any] = {
     "prompt_cache_retention": "24h", "parallel_tool_calls": True, "messages": TURN["messages"], "prompt": "x",
     "include_usage": True, "response_format": {"type": "json_object"},
     "tools": [{"type": "function", "function": {"name": "f"}}],
-    "tool_choice": "auto",
+    "tool_choice": "auto", "echo": True, "best_of": 3,
 }  # fmt: skip
 """Documented fields that are served, or that cannot matter here, and a value for each."""
 
 REFUSED: dict[str, Any] = {
     "audio": {"voice": "alloy"}, "function_call": "auto", "functions": [{"name": "f"}], "modalities": ["audio"],
     "moderation": {}, "prediction": {"type": "content"}, "prompt_cache_options": {}, "reasoning_effort": "high",
-    "verbosity": "low", "web_search_options": {}, "echo": True, "suffix": "s", "best_of": 3,
+    "verbosity": "low", "web_search_options": {}, "suffix": "s",
     "include_obfuscation": True,
 }  # fmt: skip
 """Documented fields that do not work yet, and a value that asks for something."""
 
 NEUTRAL: dict[str, Any] = {
     "functions": [], "function_call": "none", "modalities": ["text"], "reasoning_effort": "none", "tools": [],
-    "verbosity": "medium", "echo": False, "suffix": "",
-    "best_of": 1, "include_obfuscation": False,
+    "verbosity": "medium", "suffix": "",
+    "include_obfuscation": False,
 }  # fmt: skip
 """Values of such fields that ask for nothing."""
 

@@ -214,3 +214,29 @@ def test_goes_on_after_the_workers_death(real: openai.OpenAI, server: Server) ->
         if at == 20:
             killer.start()
     assert text == expected
+
+
+# ---- the best of several ---------------------------------------------------------------------------------------------
+
+
+def test_best_of(real: openai.OpenAI) -> None:
+    """Of best_of choices the likeliest per token are the answer, likeliest first; the tokens of all are counted."""
+    asked: dict[str, Any] = {
+        "model": "smollm2",
+        "prompt": ["Once", "Twice"],
+        "seed": 4,
+        "max_tokens": 6,
+        "temperature": 1.5,
+    }
+    every = real.completions.create(**asked, n=4, logprobs=0)
+    best = real.completions.create(**asked, n=2, best_of=4)
+
+    def score(choice: Any) -> float:
+        return sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs)
+
+    ranked = [sorted(every.choices[first : first + 4], key=score, reverse=True)[:2] for first in (0, 4)]
+    assert [choice.text for choice in best.choices] == [choice.text for prompt in ranked for choice in prompt]
+    assert [choice.index for choice in best.choices] == [0, 1, 2, 3]
+    assert all(choice.logprobs is None for choice in best.choices)
+    assert best.usage is not None and every.usage is not None
+    assert best.usage.completion_tokens == every.usage.completion_tokens
