@@ -13,6 +13,7 @@ import typer
 import surefoot
 from scripts import settings_page, vllm_page
 from surefoot import cli, errors
+from surefoot.api.openai import ChatRequest, CompletionRequest, Schema
 from surefoot.faults import ACTIONS, Faults
 
 ROOT = Path(surefoot.__file__).parent.parent
@@ -95,3 +96,10 @@ def test_the_offline_example_runs() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "'The capital of France is' → ' Paris" in done.stdout
+
+
+@pytest.mark.parametrize("schema", [ChatRequest, CompletionRequest])
+def test_every_field_of_a_request_has_its_row(schema: type[Schema]) -> None:
+    """docs/api.md names each field of the generating endpoints."""
+    page = text("docs/api.md")
+    assert [name for name in schema.model_fields if f"`{name}`" not in page] == []
