@@ -121,7 +121,7 @@ TABLE: Final[Mapping[str, Moot | Only]] = {
     # the API
     "max_logprobs": Only(20, "requests may ask for 20"),
     "chat_template_content_format": Only("auto", "parts of text are joined for the template", ("string",)),
-    "default_chat_template_kwargs": Only(None, "chat templates get no variables but the known ones", ({},)),
+    "default_chat_template_kwargs": Only(None, "a request has chat_template_kwargs of its own", ({},)),
     "response_role": Only("assistant", "answers come from the assistant"),
     "enable_auto_tool_choice": Moot(False, "a request with tools may always be answered with a call"),
     "guided_decoding_backend": Moot("auto", "there is one grammar engine"),
