@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from surefoot import grammar
-from surefoot.types import Grammar, Sample, Sampled, SamplingParams, StepDone, Vocabulary
+from surefoot.core.engine import Engine
+from surefoot.testing import request_of
+from surefoot.types import Emitted, Grammar, Sample, Sampled, SamplingParams, StepDone, Vocabulary
 
 if TYPE_CHECKING:
     from tests.device.driver import Driver, Sequence
@@ -206,3 +208,44 @@ def test_allowed_and_bad_tokens(taught: Driver) -> None:
     drawn = [sampled.token for sampled in sequence.outputs]
     assert set(drawn) == {a, b}
     assert (a, b) not in set(itertools.pairwise(drawn))
+
+
+# ---- in the engine
+
+
+def written(driver: Driver, count: int = 6) -> dict[tuple[int, int], str]:
+    """What an engine writes for requests with grammars, three children each, beside one without."""
+    driver.device.executor.learn(VOCABULARY)
+    engine = Engine(driver.device.executor, driver.device.limits)
+    found: dict[tuple[int, int], list[Sampled]] = {}
+    for id in range(1, count + 1):
+        settings = {
+            "temperature": 1.0,
+            "n": 3,
+            "max_tokens": 120,
+            "ignore_eos": False,
+            "grammar": JSON if id > 1 else None,
+        }
+        engine.add(request_of(id, [5, 6, id] * (5 * id), **settings), now=0.0)
+    for at in range(20_000):
+        if not engine.has_work:
+            break
+        for event in engine.step(now=float(at)):
+            assert isinstance(event, Emitted), event
+            found.setdefault((event.request, event.child), []).append(event.sampled)
+    assert not engine.has_work
+    return {key: text(outputs) for key, outputs in found.items() if key[0] > 1}
+
+
+def test_failed_steps_and_preemption_change_no_text(open_tiny: Callable[..., Driver]) -> None:
+    """Steps that run out of memory, rows that are thrown out and prompts in chunks leave every text as it is."""
+    calm = written(open_tiny())
+    hard = {
+        "faults": "execute:oom:p=0.15",
+        "allow_fault_injection": True,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+    }
+    assert written(open_tiny(**hard)) == calm
+    assert len(calm) == 15
+    assert all(set(json.loads(said)) == {"a", "b"} for said in calm.values())
