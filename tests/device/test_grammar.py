@@ -213,7 +213,7 @@ def test_allowed_and_bad_tokens(taught: Driver) -> None:
 # ---- in the engine
 
 
-def written(driver: Driver, count: int = 6) -> dict[tuple[int, int], str]:
+def written(driver: Driver, count: int = 3) -> dict[tuple[int, int], str]:
     """What an engine writes for requests with grammars, three children each, beside one without."""
     driver.device.executor.learn(VOCABULARY)
     engine = Engine(driver.device.executor, driver.device.limits)
@@ -238,7 +238,7 @@ def written(driver: Driver, count: int = 6) -> dict[tuple[int, int], str]:
 
 
 def test_failed_steps_and_preemption_change_no_text(open_tiny: Callable[..., Driver]) -> None:
-    """Steps that run out of memory, rows that are thrown out and prompts in chunks leave every text as it is."""
+    """Steps that run out of memory, rows that have to wait and prompts in chunks leave every text as it is."""
     calm = written(open_tiny())
     hard = {
         "faults": "execute:oom:p=0.15",
@@ -247,5 +247,5 @@ def test_failed_steps_and_preemption_change_no_text(open_tiny: Callable[..., Dri
         "max_num_batched_tokens": 32,
     }
     assert written(open_tiny(**hard)) == calm
-    assert len(calm) == 15
+    assert len(calm) == 6
     assert all(set(json.loads(said)) == {"a", "b"} for said in calm.values())
