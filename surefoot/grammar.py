@@ -89,6 +89,13 @@ def lark(text: str, *, field: str) -> Grammar:
     return _grammar({"lark_grammar": text}, field)
 
 
+def around(answer: Grammar, text: str) -> Grammar:
+    """A grammar in Lark that has `answer` as its `@answer`."""
+    (one,) = json.loads(answer.source)["grammars"]
+    whole = [{"name": "start", "lark_grammar": text}, {**one, "name": "answer"}]
+    return Grammar(source=json.dumps({"grammars": whole}, ensure_ascii=False), field=answer.field)
+
+
 def quoted(text: str) -> str:
     """A text as a literal of Lark."""
     return json.dumps(text, ensure_ascii=False)

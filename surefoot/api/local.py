@@ -23,9 +23,10 @@ from surefoot.bridge.client import EngineClient, Policy
 from surefoot.bridge.handle import RequestHandle
 from surefoot.config import EngineConfig
 from surefoot.errors import EngineFailure, InvalidRequest
+from surefoot.grammar import Compiler, GrammarError
 from surefoot.sampling import check_token_ids, shown, validate
 from surefoot.spec import read_generation_defaults
-from surefoot.types import Emitted, Sampled, SamplingParams
+from surefoot.types import Emitted, Grammar, Sampled, SamplingParams
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
@@ -33,6 +34,10 @@ Message = dict[str, str]
 
 UNBOUNDED: Final = Policy(max_queued_requests=sys.maxsize, max_queued_tokens=sys.maxsize)
 """For callers that hold their prompts themselves: the engine's queue needs no bound of its own then."""
+
+
+FINE_GRAMMARS: Final = 256
+"""How many grammars are remembered not to be compiled again."""
 
 
 class Logprob(msgspec.Struct, frozen=True):
@@ -137,6 +142,8 @@ class LocalEngine:
             self.loop.stop()
             raise
         self.loop.run(self._learn())
+        self._compiler: Compiler | None = None
+        self._fine: set[Grammar] = set()  # that compiled
         self._finalizer = weakref.finalize(self, _close, self.loop, self.client)
 
     async def _learn(self) -> None:
@@ -177,6 +184,8 @@ class LocalEngine:
                 f"Sampling parameters are SamplingParams, got {shown(params)}.", param="sampling_params"
             )
         params = self.tokenizer.banning(validate(params, token_count=self.tokenizer.token_count))
+        if params.grammar is not None:
+            self._try_out(params.grammar)
         room = self.max_model_len - len(ids)
         wanted = params.max_tokens if params.max_tokens is not None else max(room, 1)
         if not ids:
@@ -189,6 +198,18 @@ class LocalEngine:
                 param="max_tokens" if room > 0 else "prompt",
             )
         return Job(text, ids, msgspec.structs.replace(params, max_tokens=wanted))
+
+    def _try_out(self, asked: Grammar) -> None:
+        """Compile a grammar here, so that what is wrong with it is known before the worker hears of it."""
+        if asked in self._fine:
+            return
+        if self._compiler is None:
+            self._compiler = Compiler(self.tokenizer.vocabulary(), self.client.info.limits.eos_token_ids)
+        try:
+            self._compiler.compile(asked)
+        except GrammarError as error:
+            raise InvalidRequest(f"{asked.field} cannot be used: {error}", param=asked.field) from None
+        self._fine = {asked} if len(self._fine) >= FINE_GRAMMARS else self._fine | {asked}
 
 
 def is_list(value: object) -> bool:

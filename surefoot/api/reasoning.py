@@ -6,12 +6,11 @@ output [<think>] thoughts </think> answer
 
 from __future__ import annotations
 
-import json
 from typing import Final, NamedTuple
 
 from surefoot.api.tokenizer import Tokenizer
 from surefoot.errors import ConfigError
-from surefoot.grammar import quoted
+from surefoot.grammar import around, quoted
 from surefoot.types import Grammar
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -42,13 +41,11 @@ class Reasoning:
 
     def before(self, answer: Grammar, opened: bool) -> Grammar:
         """A grammar that lets thoughts come before an answer."""
-        (one,) = json.loads(answer.source)["grammars"]
         thoughts = f"thoughts SPACE? @answer\nthoughts: /(?s:.*)/ {self._terms[CLOSE]}"
         if self._terms[CLOSE] == quoted(CLOSE):
             thoughts = f"thoughts SPACE? @answer\nthoughts[suffix={quoted(CLOSE)}]: /(?s:.*)/"
         start = f"start: {thoughts}" if opened else f"start: @answer | {self._terms[OPEN]} {thoughts}"
-        whole = [{"name": "start", "lark_grammar": start + "\nSPACE: /[ \\n]{1,4}/"}, {**one, "name": "answer"}]
-        return Grammar(source=json.dumps({"grammars": whole}, ensure_ascii=False), field=answer.field)
+        return around(answer, start + "\nSPACE: /[ \\n]{1,4}/")
 
 
 def reasoning_of(tokenizer: Tokenizer, name: str = "auto") -> Reasoning | None:

@@ -30,7 +30,7 @@ from surefoot.api.reasoning import reasoning_of
 from surefoot.api.template import Message, Tool
 from surefoot.api.tokenizer import Tokenizer
 from surefoot.errors import InvalidRequest, NotFound, Overloaded
-from surefoot.grammar import lark
+from surefoot.grammar import around, lark, quoted
 from surefoot.sampling import check_token_ids, draw_seed, shown, validate
 from surefoot.spec import GenerationDefaults
 from surefoot.types import Emitted, SamplingParams
@@ -117,7 +117,8 @@ class Serving:
             return self._text_ids(text, special=special, param="messages"), opened
 
         ids, opened = await self._prepare(prepare)
-        params = await self._checked(params, opened)
+        prefix = self.tokenizer.reply_prefix if generation else ""
+        params = await self._checked(params, opened, prefix)
         output = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         fitted = self._fit(ids, params, default=self.defaults.max_tokens, names=("messages", output))
         return Job(
@@ -125,7 +126,7 @@ class Serving:
             priority=request.priority or 0,
             salt=request.cache_salt or "",
             arrival=arrival,
-            reply_prefix=self.tokenizer.reply_prefix if generation else "",
+            reply_prefix=prefix,
             tools=frozenset(tool["function"]["name"] for tool in demanded or tools),
             forced=bool(demanded),
             one_call=request.parallel_tool_calls is False,
@@ -138,15 +139,18 @@ class Serving:
         defaults = {name: value for name, value in self.defaults.given().items() if name != "max_tokens"}
         return self.tokenizer.banning(validate(request.params(defaults), token_count=self.tokenizer.token_count))
 
-    async def _checked(self, params: SamplingParams, opened: bool | None = None) -> SamplingParams:
-        """Parameters whose grammar, if there is one, compiles, and lets a model think first. Raises RequestError."""
-        if params.grammar is None:
+    async def _checked(self, params: SamplingParams, opened: bool | None = None, prefix: str = "") -> SamplingParams:
+        """Parameters whose grammar, if there is one, compiles, and leaves the model what it begins with: its thoughts,
+        and the newlines of `prefix`. Raises RequestError."""
+        asked = params.grammar
+        if asked is None:
             return params
         if opened is not None and self._reasoning is not None:
-            params = msgspec.structs.replace(params, grammar=self._reasoning.before(params.grammar, opened))
-        assert params.grammar is not None
-        await self._checker.check(params.grammar)
-        return params
+            asked = self._reasoning.before(asked, opened)
+        elif prefix:
+            asked = around(asked, f"start: {quoted(prefix)}? @answer")
+        await self._checker.check(asked)
+        return msgspec.structs.replace(params, grammar=asked)
 
     def _demanding(self, params: SamplingParams, tools: Sequence[dict[str, Any]], *, several: bool) -> SamplingParams:
         """Parameters with the grammar of a call. Raises InvalidRequest."""

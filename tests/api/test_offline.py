@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ import psutil
 import pytest
 
 import surefoot
-from surefoot import LLM, SamplingParams
+from surefoot import LLM, SamplingParams, grammar
 from surefoot.errors import ConfigError, EngineFailure, InvalidRequest, ModelNotFound
 
 pytestmark = pytest.mark.slow
@@ -242,3 +243,12 @@ def test_an_abandoned_llm_ends_its_worker() -> None:
     del model
     gc.collect()
     worker.wait(5)
+
+
+def test_structured_output(llm: LLM) -> None:
+    """A grammar of one's own is kept to; one that does not compile is refused before the worker hears of it."""
+    params = SamplingParams(max_tokens=20, grammar=grammar.regex(r"\d{3}-\d{2}", field="number"))
+    assert re.fullmatch(r"\d{3}-\d{2}", llm.generate(["It is "], params)[0].outputs[0].text)
+    broken = SamplingParams(grammar=grammar.regex("(", field="number"))
+    with pytest.raises(InvalidRequest, match="number cannot be used: .*unclosed group"):
+        llm.generate(["It is "], broken)

@@ -17,6 +17,7 @@ from surefoot.api.tools import Glm4, Hermes, Parsed, ToolParser
 from surefoot.checkpoint import Checkpoint
 from surefoot.config import ServerConfig
 from surefoot.errors import InvalidRequest
+from surefoot.grammar import Compiler
 from tests.api.fake import FakeEngine, served
 from tests.api.glm import ranks, write_tokenizer
 
@@ -284,3 +285,13 @@ def test_tools_of_a_model_that_knows_none(client: openai.OpenAI) -> None:
     assert caught.value.param == "tools"
     with pytest.raises(openai.BadRequestError, match="knows no tools"):
         client.chat.completions.create(model="smollm2", messages=HISTORY)  # type: ignore[arg-type]
+
+
+def test_structure_leaves_the_first_newline(ask: Any, server: Any, glm: Tokenizer) -> None:
+    """GLM writes a newline before each answer: a grammar of the answer lets it, and asks for nothing more."""
+    ask("ok", tools=None, extra_body={"guided_choice": ["ok", "no"]})
+    asked = server[1].handles[0].params.grammar
+    compiler = Compiler(glm.vocabulary(), (glm.special_id("<|user|>") or 0,))
+    for said, fits in (("\nok", True), ("ok", True), ("\n\nok", False), ("yes", False)):
+        matcher, ids = compiler.compile(asked), glm.encode(said, add_special_tokens=False)
+        assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == fits, said
