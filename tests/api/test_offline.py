@@ -250,5 +250,5 @@ def test_structured_output(llm: LLM) -> None:
     params = SamplingParams(max_tokens=20, grammar=grammar.regex(r"\d{3}-\d{2}", field="number"))
     assert re.fullmatch(r"\d{3}-\d{2}", llm.generate(["It is "], params)[0].outputs[0].text)
     broken = SamplingParams(grammar=grammar.regex("(", field="number"))
-    with pytest.raises(InvalidRequest, match="number cannot be used: .*unclosed group"):
+    with pytest.raises(InvalidRequest, match=r"number cannot be used: .*unclosed group"):
         llm.generate(["It is "], broken)
