@@ -26,7 +26,7 @@ MAX_GBNF: Final = 16 << 10
 """Characters of a grammar in GBNF, which is rewritten while a caller waits."""
 
 _LIMITS: Final[dict[str, Any]] = {
-    "max_items_in_row": 2_000,
+    "max_items_in_row": 5_000,
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
