@@ -22,11 +22,14 @@ def parse_bytes(text: str, *, name: str) -> int:
 
 
 def parse_tokens(text: str, *, name: str) -> int:
-    """`"4096"`, `"128k"` (1,000), `"32K"` (1,024) → tokens, as in vLLM. Raises ConfigError naming the setting."""
+    """`"4096"`, `"128k"` (131,072), `"32K"` (32,768) → tokens. Raises ConfigError naming the setting.
+
+    Contexts are powers of two: vLLM reads a small k as 1,000, and whoever writes 128k means a model's 131,072.
+    """
     match = re.fullmatch(r"\s*(\d+)\s*([kK]?)\s*", text)
     if match is None or int(match[1]) == 0:
         raise ConfigError(f"{name}: {text!r} is not a number of tokens. Write a count such as 4096, 128k or 32K.")
-    return int(match[1]) * {"": 1, "k": 1000, "K": 1024}[match[2]]
+    return int(match[1]) * (1024 if match[2] else 1)
 
 
 def format_bytes(count: float) -> str:

@@ -10,6 +10,7 @@ The same formula for one step predicts, before every launch, what that step is g
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from surefoot.config import GIB, MIB, EngineConfig, format_bytes
 from surefoot.errors import ConfigError, DoesNotFit
@@ -33,6 +34,33 @@ class MachineMemory(Value, frozen=True):
     total: int
     free: int
     limit: int | None = None
+    name: str = ""
+    """Of a card, as its driver calls it."""
+
+
+class Overheads(Value, frozen=True, kw_only=True):
+    """Bytes that a process takes of a device besides the tensors of its model."""
+
+    context: int
+    """The driver's own, with torch and its libraries loaded; it is outside of the budget."""
+    workspaces: int
+    """Of cuBLAS, 32 MiB for each handle and stream, and of split attention."""
+    graphs: int
+    """Captured steps."""
+    reserve: int
+    """Code that is loaded while serving, and what allocators round up."""
+
+
+CARDS = {"H200": Overheads(context=520 * MIB, workspaces=64 * MIB, graphs=192 * MIB, reserve=320 * MIB)}
+"""Cards by a part of their name, measured with GLM-4-9B; `context` varies by driver, ± 256 MiB."""
+PROCESSOR = Overheads(context=0, workspaces=0, graphs=0, reserve=128 * MIB)
+
+
+def overheads(device: str, name: str) -> Overheads:
+    """Of a device; a card that was not measured is taken to be like the first that was."""
+    if device == "cpu":
+        return PROCESSOR
+    return next((found for part, found in CARDS.items() if part in name), CARDS["H200"])
 
 
 class StepCost(Value, frozen=True):
@@ -67,6 +95,8 @@ class MemoryPlan(Value, frozen=True):
     weights: int
     activations: int
     logits: int
+    workspaces: int
+    graphs: int
     reserve: int
     kv: int
     free: int
@@ -81,21 +111,39 @@ class MemoryPlan(Value, frozen=True):
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        rows = [
-            ("weights", self.weights, self.dtype),
-            ("activations", self.activations, f"of a step of {self.max_num_batched_tokens} tokens"),
-            ("logits", self.logits, f"of {self.max_num_seqs} rows"),
-            ("reserve", self.reserve, "libraries and code"),
-            ("KV cache", self.kv, f"{self.num_blocks} blocks of {self.block_size} = {self.kv_tokens} tokens"),
-            ("budget", self.budget, f"of {format_bytes(self.free)} free"),
-        ]
-        lines = [f"{name:<12} {format_bytes(size):>11}  {about}" for name, size, about in rows]
+        rows = [*self.rows(), ("budget", self.budget, f"of {format_bytes(self.free)} free")]
+        lines = [f"{title(name):<12} {format_bytes(size):>11}  {about}" for name, size, about in rows if size]
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
+
+    def rows(self) -> Iterator[tuple[str, int, str]]:
+        """(name, bytes, remark) of each thing that the budget is spent on."""
+        yield "weights", self.weights, self.dtype
+        yield "activations", self.activations, f"of the worst step, {self.max_num_batched_tokens:,} tokens"
+        yield "logits", self.logits, f"of {self.max_num_seqs} rows"
+        yield "workspaces", self.workspaces, "of libraries"
+        yield "graphs", self.graphs, "captured steps"
+        yield "reserve", self.reserve, "code, and what allocators round up"
+        yield "kv_cache", self.kv, f"{self.num_blocks:,} blocks of {self.block_size} = {self.kv_tokens:,} tokens"
+
+    @property
+    def fixed(self) -> int:
+        """What does not shrink while serving: everything but the KV cache."""
+        return self.taken - self.kv
+
+    @property
+    def taken(self) -> int:
+        """Bytes of all rows."""
+        return sum(size for _, size, _ in self.rows())
 
     @property
     def kv_tokens(self) -> int:
         return self.num_blocks * self.block_size
+
+
+def title(row: str) -> str:
+    """A row's name as people read it."""
+    return row.replace("_", " ").replace("kv", "KV")
 
 
 def parameters(spec: ModelSpec) -> tuple[int, int]:
@@ -129,7 +177,7 @@ def step_cost(spec: ModelSpec, *, device: str, dtype: str) -> StepCost:
         logit_row=spec.vocab_size * 8,
         score=QUERY_TILE * spec.num_heads * item * 2 if device == "cpu" else 0,
         gathered=2 * spec.num_kv_heads * spec.head_dim * item if device == "cpu" else 0,
-        fixed=(8 if device == "cpu" else 64) * MIB + spec.vocab_size * 48,
+        fixed=(8 * MIB if device == "cpu" else 0) + spec.vocab_size * 48,
     )
 
 
@@ -181,7 +229,7 @@ class _Fitting:
         self.cost = step_cost(spec, device=device, dtype=dtype)
         self.weights = weight_bytes(spec, device=device, dtype=dtype, quantization=config.quantization)
         self.block = block_bytes(spec, block_size=self.block_size, dtype=dtype)
-        self.reserve = 128 * MIB if cpu else 512 * MIB
+        self.overheads = overheads(device, machine.name)
 
     def fit(self) -> MemoryPlan:
         floor = -(-min(MIN_CONTEXT, self.context) // self.block_size)
@@ -216,8 +264,12 @@ class _Fitting:
         return self.cost.logit_row * self.seqs
 
     def _blocks(self) -> int:
-        left = self.budget - self.weights - self.reserve - self._activations() - self._logits()
-        return max(0, left // self.block - 1)
+        return max(0, (self.budget - self._fixed()) // self.block - 1)
+
+    def _fixed(self) -> int:
+        """Everything but the KV cache."""
+        over = self.overheads
+        return self.weights + self._activations() + self._logits() + over.workspaces + over.graphs + over.reserve
 
     def _shrink(self) -> bool:
         """Half a step, then half the sequences, then half the context; False where all are at their smallest.
@@ -257,7 +309,9 @@ class _Fitting:
             weights=self.weights,
             activations=self._activations(),
             logits=self._logits(),
-            reserve=self.reserve,
+            workspaces=self.overheads.workspaces,
+            graphs=self.overheads.graphs,
+            reserve=self.overheads.reserve,
             kv=(blocks + 1) * self.block,
             free=self.machine.free,
             block_bytes=self.block,
@@ -272,10 +326,11 @@ class _Fitting:
         )
 
     def _refusal(self, floor: int) -> str:
-        need = self.weights + self.reserve + self._activations() + self._logits() + (floor + 1) * self.block
+        need = self._fixed() + (floor + 1) * self.block
+        over = self.overheads.workspaces + self.overheads.graphs + self.overheads.reserve
         return (
             f"The model does not fit: it needs {format_bytes(need)} (weights {format_bytes(self.weights)}, one step "
-            f"{format_bytes(self._activations() + self._logits())}, reserve {format_bytes(self.reserve)}, KV cache of "
+            f"{format_bytes(self._activations() + self._logits())}, reserve {format_bytes(over)}, KV cache of "
             f"one sequence of {floor * self.block_size} tokens {format_bytes((floor + 1) * self.block)}), and the "
             f"budget is {format_bytes(self.budget)} with {format_bytes(self.machine.free)} free. "
             f"Give it more with --memory, free some, or serve a smaller model."

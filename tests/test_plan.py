@@ -41,8 +41,8 @@ def fit(
 def test_the_parts_fill_the_budget_and_no_more() -> None:
     """Weights, activations, logits, reserve and KV cache together stay within the budget, to a block."""
     plan = fit(EngineConfig(memory=2 * GIB))
-    spent = plan.weights + plan.activations + plan.logits + plan.reserve + plan.kv
-    assert plan.budget - plan.block_bytes < spent <= plan.budget == 2 * GIB
+    assert plan.budget - plan.block_bytes < plan.taken <= plan.budget == 2 * GIB
+    assert plan.fixed + plan.kv == plan.taken == sum(size for _, size, _ in plan.rows())
 
 
 def test_defaults() -> None:

@@ -8,27 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import msgspec
 import psutil
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
 from surefoot import checkpoint
 from surefoot.api import settings
-from surefoot.config import MIB, EngineConfig, format_bytes, parse_bytes
+from surefoot.config import EngineConfig, format_bytes, parse_bytes
 from surefoot.errors import ConfigError, DoesNotFit
-from surefoot.plan import MachineMemory, MemoryPlan, plan_memory
+from surefoot.plan import MachineMemory, MemoryPlan, overheads, plan_memory, title
 from surefoot.spec import ModelSpec, read_spec
 from surefoot.types import Value
 
 TYPICAL = 2048
 """Tokens of a typical sequence, prompt and answer."""
-CONTEXTS = {"H200": 520 * MIB}
-"""Bytes that the driver takes of a card for one process with torch and its libraries loaded, where it was measured."""
-CONTEXT = 520 * MIB
-"""The same for any other card; it varies by driver, ± 256 MiB."""
 
 
 class Machine(Value, frozen=True, kw_only=True):
@@ -66,18 +62,8 @@ class Forecast(Value, frozen=True, kw_only=True):
             yield "context", machine.context, "the driver's, of this process"
         if plan is None:
             return
-        yield "weights", plan.weights, plan.dtype
-        yield "activations", plan.activations, f"of the worst step, {plan.max_num_batched_tokens:,} tokens"
-        yield "logits", plan.logits, f"of {plan.max_num_seqs} rows"
-        yield "reserve", plan.reserve, "workspaces, graphs, modules"
-        yield "KV cache", plan.kv, f"{plan.num_blocks:,} blocks of {plan.block_size} = {plan.kv_tokens:,} tokens"
-        yield "unused", max(0, machine.free - self.taken), "left to the neighbours"
-
-    @property
-    def taken(self) -> int:
-        """Bytes of the engine's own rows."""
-        plan = self.plan
-        return 0 if plan is None else plan.weights + plan.activations + plan.logits + plan.reserve + plan.kv
+        yield from plan.rows()
+        yield "unused", max(0, machine.free - plan.taken), "left to the neighbours"
 
     @property
     def at_once(self) -> dict[str, float]:
@@ -98,25 +84,34 @@ def forecast(options: Mapping[str, str | None]) -> Forecast:
     given = {name: value for name, value in options.items() if name not in own}
     config = settings.engine_config({**given, "device": machine.device})
     spec = read_spec(checkpoint.find(config.model, weights=False))
-    memory = MachineMemory(total=machine.total, free=machine.free)
     try:
-        plan = plan_memory(spec, config, memory, device=machine.device, dtype=_dtype(config, spec, machine))
-    except DoesNotFit as error:
-        return Forecast(fits=False, verdict=error.message, machine=machine, plan=None)
-    return Forecast(**_judge(spec, config, plan, machine), machine=machine, plan=plan)
-
-
-def _judge(spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, machine: Machine) -> dict[str, Any]:
-    """Whether the settings are those asked for, and the budget is there; what nobody asked for may be fitted."""
-    if plan.budget > machine.free:
+        plan = _plan(spec, config, machine)
+        if plan.budget <= machine.free:
+            fits, verdict = _judge(spec, config, plan)
+            return Forecast(fits=fits, verdict=verdict, machine=machine, plan=plan)
         free, short = format_bytes(machine.free), format_bytes(plan.budget - machine.free)
         verdict = f"It does not fit: the budget of {format_bytes(plan.budget)} is {short} more than the {free} free."
-        return {"fits": False, "verdict": verdict}
+        plan = _plan(spec, replace(config, memory=machine.free), machine)
+    except DoesNotFit as error:
+        return Forecast(fits=False, verdict=error.message, machine=machine, plan=None)
+    _, nearest = _judge(spec, config, plan)
+    return Forecast(
+        fits=False, verdict=f"{verdict} With --memory {machine.free}: {nearest}", machine=machine, plan=plan
+    )
+
+
+def _plan(spec: ModelSpec, config: EngineConfig, machine: Machine) -> MemoryPlan:
+    memory = MachineMemory(total=machine.total, free=machine.free, name=machine.name)
+    return plan_memory(spec, config, memory, device=machine.device, dtype=_dtype(config, spec, machine))
+
+
+def _judge(spec: ModelSpec, config: EngineConfig, plan: MemoryPlan) -> tuple[bool, str]:
+    """Whether the settings are those asked for, and the verdict; what nobody asked for may be fitted."""
     broken = [note for note in plan.notes if getattr(config, note.split()[0]) is not None]
     if broken:
-        return {"fits": False, "verdict": f"It does not fit as asked. Nearest that does: {'; '.join(broken)}."}
+        return False, f"It does not fit as asked. Nearest that does: {'; '.join(broken)}."
     limit = "" if plan.max_model_len == spec.max_position else f"; the model's own limit is {spec.max_position:,}"
-    return {"fits": True, "verdict": f"It fits, with sequences of up to {plan.max_model_len:,} tokens{limit}."}
+    return True, f"It fits, with sequences of up to {plan.max_model_len:,} tokens{limit}."
 
 
 def _machine(gpu: str | None, neighbours: str | None, card: str | None) -> Machine:
@@ -125,7 +120,7 @@ def _machine(gpu: str | None, neighbours: str | None, card: str | None) -> Machi
     others = 0 if neighbours is None else parse_bytes(neighbours, name="neighbours")
     if gpu is not None:
         total = parse_bytes(gpu, name="gpu")
-        return Machine(device="cuda", name="a GPU", total=total, others=others, context=CONTEXT)
+        return Machine(device="cuda", name="a GPU", total=total, others=others, context=overheads("cuda", "").context)
     if card is not None:
         return _card(card, others)
     memory = psutil.virtual_memory()
@@ -143,7 +138,7 @@ def _card(number: str, others: int) -> Machine:
         memory, name = pynvml.nvmlDeviceGetMemoryInfo(handle), str(pynvml.nvmlDeviceGetName(handle))
     except (pynvml.NVMLError, ValueError) as error:
         raise ConfigError(f"device: no GPU {number!r} is here ({error}); --gpu 80GiB plans without one.") from None
-    context = next((size for part, size in CONTEXTS.items() if part in name), CONTEXT)
+    context = overheads("cuda", name).context
     return Machine(device="cuda", name=name, total=memory.total, others=memory.used + others, context=context)
 
 
@@ -177,13 +172,14 @@ def as_json(found: Forecast) -> str:
 def show(found: Forecast, console: Console) -> None:
     """For people: the table, how many sequences, the verdict."""
     machine = found.machine
-    title = f"{machine.name}, {format_bytes(machine.total)}"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=False)
+    heading = f"{machine.name}, {format_bytes(machine.total)}"
+    table = Table(title=heading, title_justify="left", box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
     table.add_column(style="dim")
     for name, size, remark in found.rows():
-        table.add_row(name, format_bytes(size), remark)
+        if size:
+            table.add_row(title(name), format_bytes(size), remark)
     console.print(table)
     for length, count in found.at_once.items():
         console.print(f"{math.floor(count):,} sequences of {length} at once")

@@ -18,15 +18,9 @@ def report(engine: Engine) -> dict[str, Any]:
     plan, snapshot = _plan(engine), engine.snapshot
     held = (snapshot.blocks_total + 1) * plan.block_bytes
     return {
-        "limit": _fixed(plan) + held,
+        "limit": plan.fixed + held,
         "planned": plan.budget,
-        "rows": {
-            "weights": plan.weights,
-            "activations": plan.activations,
-            "logits": plan.logits,
-            "reserve": plan.reserve,
-            "kv_cache": held,
-        },
+        "rows": {name: size for name, size, _ in plan.rows()} | {"kv_cache": held},
         "kv": {
             "block_bytes": plan.block_bytes,
             "block_size": plan.block_size,
@@ -64,20 +58,15 @@ def _blocks(plan: MemoryPlan, asked: object) -> int:
     except ConfigError as error:
         raise InvalidRequest(error.message, param="limit") from None
     floor = -(-min(MIN_CONTEXT, plan.max_model_len) // plan.block_size)
-    blocks = (size - _fixed(plan)) // plan.block_bytes - 1
+    blocks = (size - plan.fixed) // plan.block_bytes - 1
     if blocks < floor:
-        least = _fixed(plan) + (floor + 1) * plan.block_bytes
+        least = plan.fixed + (floor + 1) * plan.block_bytes
         raise InvalidRequest(
             f"limit: weights, one step and a sequence of {floor * plan.block_size} tokens need {format_bytes(least)}, "
             f"and {format_bytes(size)} were given.",
             param="limit",
         )
     return min(blocks, plan.num_blocks)
-
-
-def _fixed(plan: MemoryPlan) -> int:
-    """What does not shrink."""
-    return plan.weights + plan.activations + plan.logits + plan.reserve
 
 
 def _plan(engine: Engine) -> MemoryPlan:

@@ -17,6 +17,7 @@ from surefoot.api.offline import LLM
 from surefoot.api.progress import loading_bar
 from surefoot.config import format_bytes
 from surefoot.errors import ConfigError, EngineFailure, RequestError
+from surefoot.plan import title
 from surefoot.types import SamplingParams
 
 GENERATE_MAX_TOKENS = 128
@@ -217,7 +218,8 @@ def memory(url: str, limit: str | None, key: str | None) -> int:
     found = reply.json()
     console = Console(highlight=False)
     for name, size in {**found["rows"], "limit": found["limit"]}.items():
-        console.print(f"{name.replace('_', ' '):<12} {format_bytes(size):>11}")
+        if size:
+            console.print(f"{title(name):<12} {format_bytes(size):>11}")
     kv = found["kv"]
     console.print(
         f"{kv['blocks']:,} of {kv['blocks_planned']:,} KV blocks: {kv['blocks_used']:,} in use, "

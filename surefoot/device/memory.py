@@ -159,7 +159,7 @@ def measure(device: torch.device | None = None) -> MachineMemory:
     """Total and free bytes of the device, and on CPU the tightest limit set on this process."""
     if device is not None and device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return MachineMemory(total=total, free=free)
+        return MachineMemory(total=total, free=free, name=torch.cuda.get_device_name(device))
     total = psutil.virtual_memory().total
     bounds = [bound for bound, _ in (*_cgroups(), *_rlimits())]
     limit = min(bounds, default=None)
