@@ -62,8 +62,8 @@ class FakeExecutor:
     """Runs plans on Python lists, at `collect` and in order, as a busy device would.
 
     `fails(plan)` may return a StepFailed to fail a plan (control steps too); it then leaves garbage in every position
-    that the plan was to write. `bad_row(work)` may name an error for one row. `free` is what `free_memory` reports, and
-    `most_blocks` how many KV blocks there is memory for.
+    that the plan was to write. `bad_row(work)` may name an error for one row. `free` is what `free_memory` reports,
+    `most_blocks` how many KV blocks there is memory for, and `moves` whether blocks can be moved.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class FakeExecutor:
         self.free = 1 << 30
         self.plans: list[StepPlan] = []
         self.most_blocks = limits.num_blocks
+        self.moves = True
         self._held = limits.num_blocks
         self._size = limits.block_size
         self._depth = limits.depth
@@ -89,6 +90,18 @@ class FakeExecutor:
 
     def free_memory(self) -> int:
         return self.free
+
+    def move(self, pairs: Sequence[tuple[int, int]]) -> str | None:
+        if self._queue:
+            raise BrokenDiscipline("blocks move under a plan in flight")
+        if {source for source, _ in pairs} & {destination for _, destination in pairs}:
+            raise BrokenDiscipline("a block is moved and overwritten at once")
+        if not self.moves:
+            return "blocks cannot be moved (injected)"
+        for source, destination in pairs:
+            for offset in range(self._size):
+                self._kv[destination, offset] = self._kv.get((source, offset), -1)
+        return None
 
     def hold(self, blocks: int) -> str | None:
         if self._queue:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Sequence
 from typing import ClassVar, Protocol
 
 import msgspec
@@ -269,6 +270,10 @@ class Executor(Protocol):
         """Bytes that a step could still allocate; read every step, so it must be cheap."""
         ...
 
+    def move(self, pairs: Sequence[tuple[int, int]]) -> str | None:
+        """Copy KV blocks (from, to), none of which is both; with nothing in flight. Returns None, or why it failed."""
+        ...
+
     def hold(self, blocks: int) -> str | None:
         """Keep memory for the first `blocks` KV blocks and the sink, and give the rest back; with nothing in flight.
 
@@ -336,6 +341,9 @@ class Snapshot(Value, frozen=True, kw_only=True):
     rows_failed: int = 0
     requests_failed: int = 0
     leaks_repaired: int = 0
+    shrinks: int = 0
+    """Times that the KV cache gave memory back while serving, and the blocks in use that were moved for that."""
+    blocks_moved: int = 0
     blocks_cached: int = 0
     prefix_queries: int = 0
     """Prompt tokens that were looked up in the prefix cache, and how many were found there."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from collections.abc import Sequence
 from typing import Self
 
 from surefoot.types import Executor, StepDone, StepFailed, StepPlan, Ticket, Vocabulary
@@ -83,6 +84,9 @@ class Journaled:
 
     def free_memory(self) -> int:
         return self._inner.free_memory()
+
+    def move(self, pairs: Sequence[tuple[int, int]]) -> str | None:
+        return self._inner.move(pairs)
 
     def hold(self, blocks: int) -> str | None:
         return self._inner.hold(blocks)

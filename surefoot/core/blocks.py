@@ -112,6 +112,28 @@ class BlockPool:
         while self._limbo and (oldest is None or self._limbo[0][0] < oldest):
             heapq.heappush(self._free, self._limbo.popleft()[1])
 
+    def moves(self, capacity: int) -> list[tuple[int, int]]:
+        """(from, to) of each held block past `capacity`, into free ones below it, for which cached ones make way.
+
+        Needs an empty pipeline, and no more than `capacity` held blocks. Nothing moves before `rename`.
+        """
+        sources = [block for block in range(capacity, self.capacity) if self._refs[block]]
+        places = [block for block in self._free if block < capacity]
+        unneeded = [block for block in self._cached if block < capacity]  # the longest unused first
+        self.unpublish(unneeded[: len(sources) - len(places)] if len(sources) > len(places) else ())
+        places = heapq.nsmallest(len(sources), (block for block in self._free if block < capacity))
+        return list(zip(sources, places, strict=True))
+
+    def rename(self, moved: Iterable[tuple[int, int]]) -> None:
+        """What was held as the first block of each pair is held as the second, which was free."""
+        pairs = list(moved)
+        for old, new in pairs:
+            self._refs[new], self._refs[old] = self._refs[old], 0
+            self.index.rename(old, new)
+        taken = {new for _, new in pairs}
+        self._free = [block for block in self._free if block not in taken] + [old for old, _ in pairs]
+        heapq.heapify(self._free)
+
     def resize(self, capacity: int) -> None:
         """Map more or fewer blocks. Shrinking needs an empty pipeline and no holder past the new capacity."""
         if capacity < self.capacity:

@@ -109,11 +109,21 @@ class Engine:
         )
 
     def resize(self, capacity: int, now: float) -> list[Event]:
-        """Change the number of KV blocks (ids 0 … capacity-1) and return what happened while the pipeline drained."""
+        """Change the number of KV blocks (ids 0 … capacity-1) and return what happened while the pipeline drained.
+
+        Blocks past the new end are moved below it as far as there is room, cached prefixes and then the newest rows
+        making way; where they cannot be moved their rows are computed again.
+        """
         while self._in_flight:
             self._collect(now)
-        self._scheduler.resize(capacity)
-        return self._scheduler.take_events()
+        scheduler = self._scheduler
+        self._counters.shrinks += capacity < scheduler.pool.capacity
+        scheduler.shed(capacity)
+        moves = scheduler.pool.moves(capacity)
+        if moves and self.executor.move(moves) is None:
+            scheduler.rename(moves)
+        scheduler.resize(capacity)
+        return scheduler.take_events()
 
     def fit(self, blocks: int, now: float) -> tuple[list[Event], str | None]:
         """Have `blocks` KV blocks, and memory for no more: (what happened meanwhile, why there is not enough for them).

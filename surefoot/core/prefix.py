@@ -51,6 +51,13 @@ class PrefixIndex:
         if name is not None:
             del self._blocks[name]
 
+    def rename(self, old: int, new: int) -> None:
+        """What block `old` held is in `new` from here on."""
+        name = self._hashes.pop(old, None)
+        if name is not None:
+            self._hashes[new] = name
+            self._blocks[name] = new
+
     def match(self, names: Iterable[Hash]) -> tuple[int, ...]:
         """Blocks of the longest published prefix of a chain of hashes."""
         found = []

@@ -1,7 +1,7 @@
 """Who computes what in the next step. One rule: each sequence has `computed` of its `tokens`, and a step gives it more.
 
 State changes in transitions only, each whole and each leaving a valid state: `add`, `cancel`, `make_room`, `preempt`,
-`resize`, `commit`. The planner writes nothing but its lease, and `rollback` only ends that lease, since nothing else
+`shed`, `rename`, `resize`, `commit`. The planner writes nothing but its lease, and `rollback` only ends that lease, since nothing else
 changed: that is what makes a failed step harmless (law 1).
 
     waiting ──make_room──▶ running ──commit──▶ finished
@@ -123,6 +123,20 @@ class Scheduler:
         """Give the card some room, but never at the cost of the oldest."""
         if len(self.running) > 1:
             self.preempt(max(self.running.values(), key=order))
+
+    def shed(self, capacity: int) -> None:
+        """Preempt the newest until all that is held could be held in `capacity` blocks; with nothing in flight."""
+        while self.running and self.pool.used > capacity:
+            self.preempt(max(self.running.values(), key=order))
+
+    def rename(self, moved: Several[tuple[int, int]]) -> None:
+        """Blocks (from, to) were copied: whoever held the first holds the second."""
+        names = dict(moved)
+        for sequence in self.running.values():
+            if not names.keys().isdisjoint(sequence.table):
+                sequence.table = tuple(names.get(block, block) for block in sequence.table)
+        self.pool.rename(moved)
+        self._counters.blocks_moved += len(moved)
 
     def resize(self, capacity: int) -> None:
         """Lower or raise the number of blocks; only with nothing in flight. Holders past the new end are preempted."""

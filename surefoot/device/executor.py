@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from msgspec.structs import replace
@@ -66,6 +66,11 @@ class StepExecutor:
     def free_memory(self) -> int:
         """Bytes that a step could still allocate."""
         return memory.free_memory()
+
+    def move(self, pairs: Sequence[tuple[int, int]]) -> str | None:
+        """Copy KV blocks (from, to)."""
+        outcome = memory.guard(lambda: self.runner.cache.move(pairs))
+        return None if isinstance(outcome, memory.Ok) else outcome.reason
 
     def hold(self, blocks: int) -> str | None:
         """Give the pages of KV blocks from `blocks` on back; to take them again costs nothing until they are used."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from surefoot.device.gpu_range import GpuRange
+from surefoot.device.kvcache import move_blocks
 from surefoot.spec import ModelSpec
 
 
@@ -52,6 +53,10 @@ class GpuCache:
         if pairs:
             sources, destinations = torch.tensor(pairs, device=self.data.device).unbind(1)
             self.data[destinations] = self.data[sources]
+
+    def move(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks (from, to), one after the other: that needs no memory."""
+        move_blocks(self.data, pairs)
 
     def zero(self, blocks: Sequence[int]) -> None:
         """Clear blocks that a non-finite row wrote: scratch may be stale but never NaN, for 0·NaN is NaN."""

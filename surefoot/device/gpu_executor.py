@@ -112,6 +112,11 @@ class GpuExecutor:
         """Bytes that are free on the card."""
         return memory.free_memory()
 
+    def move(self, pairs: Sequence[tuple[int, int]]) -> str | None:
+        """Copy KV blocks (from, to)."""
+        outcome = memory.guard(lambda: self._cache.move(pairs))
+        return None if isinstance(outcome, memory.Ok) else outcome.reason
+
     def hold(self, blocks: int) -> str | None:
         """Map memory for the first `blocks` KV blocks and give the rest back to the card."""
         outcome = memory.guard(lambda: self._cache.hold(blocks))

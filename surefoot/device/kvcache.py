@@ -62,6 +62,10 @@ class KVCache:
             sources, destinations = (torch.tensor(ids, device=self.data.device) for ids in zip(*pairs, strict=True))
             self.data[destinations] = self.data[sources]
 
+    def move(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks (from, to), one after the other: that needs no memory."""
+        move_blocks(self.data, pairs)
+
     def hold(self, blocks: int) -> None:
         """Give the pages of blocks `blocks` … num_blocks-1 back to the system; they are zero when next touched."""
         size = self.data[0].nbytes
@@ -77,6 +81,12 @@ class KVCache:
 
     def _first(self, blocks: Tensor) -> Tensor:
         return blocks * (self.layers * 2 * self.kv_heads)
+
+
+def move_blocks(data: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    """Copy `data[from]` to `data[to]` for each pair, without memory in between."""
+    for source, destination in pairs:
+        data[destination].copy_(data[source])
 
 
 def _zero_pages(size: int) -> mmap.mmap:

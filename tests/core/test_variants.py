@@ -235,12 +235,37 @@ def publishes_before_it_ran(engine: Engine) -> None:
     scheduler.plan = broken  # type: ignore[method-assign]
 
 
+def moves_nothing(engine: Engine) -> None:
+    """Moved blocks: tables are renamed, and what the blocks held stays where it was."""
+    engine.executor.move = lambda pairs: None  # type: ignore[method-assign]
+
+
+def moves_without_its_index(engine: Engine) -> None:
+    """Moved blocks: a published prefix is still looked for where it was."""
+    engine._scheduler.pool.index.rename = lambda old, new: None  # type: ignore[method-assign]
+
+
+def moves_one_holder(engine: Engine) -> None:
+    """Moved blocks: of several rows that share a block only one is told."""
+    scheduler = engine._scheduler
+    rename = scheduler.rename
+
+    def broken(moved: Any) -> None:
+        tables = {sequence.key: sequence.table for sequence in [*scheduler.running.values()][1:]}
+        rename(moved)
+        for key, table in tables.items():
+            scheduler.running[key].table = table
+
+    scheduler.rename = broken  # type: ignore[method-assign]
+
+
 BROKEN: list[Break] = [
     advances_in_plan, forgets_the_lease, keeps_blocks_of_dead_rows, has_no_limbo, shares_without_counting,
     writes_in_shared_blocks, trusts_an_empty_pool_row, preempts_the_oldest, never_preempts, never_parks,
     redraws_after_preemption, ignores_later_plans, forgets_what_failed, strikes_without_control, blames_the_batch,
     never_convicts, lets_the_suspect_stay, ignores_epochs, shows_tokens_after_the_stop, fails_the_batch_for_a_row,
-    forgets_what_came_before, finds_evicted_blocks, publishes_before_it_ran,
+    forgets_what_came_before, finds_evicted_blocks, publishes_before_it_ran, moves_nothing, moves_without_its_index,
+    moves_one_holder,
 ]  # fmt: skip
 
 

@@ -162,7 +162,9 @@ class Trial:
             self.resize(self.limits.num_blocks)
 
     def watch_preemptions(self) -> None:
-        """Law 3: among several running rows the oldest is never preempted, but by the trial itself."""
+        """Law 3: among several running rows the oldest is never preempted, but by the trial itself, or where the
+        capacity falls and blocks cannot be moved.
+        """
         scheduler = self.engine._scheduler
         preempt = scheduler.preempt
 
@@ -176,7 +178,8 @@ class Trial:
         scheduler.preempt = watched  # type: ignore[method-assign]
 
     def resize(self, capacity: int) -> None:
-        self.forced = True
+        self.executor.moves = self.random.random() < 0.8
+        self.forced = not self.executor.moves
         events, refusal = self.engine.fit(capacity, self.now)
         assert refusal is None
         self.take(events)
