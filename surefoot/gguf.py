@@ -71,6 +71,17 @@ def read_header(path: Path) -> Header:
         raise CheckpointError(f"{path}: cannot be read as GGUF: {error}") from error
 
 
+def floats(header: Header, name: str) -> tuple[float, ...]:
+    """The numbers of a small F32 tensor. Raises CheckpointError where it is not there, or of another type."""
+    info = next((info for info in header.tensors if info.name == name), None)
+    if info is None or info.type != "F32":
+        kind = "missing" if info is None else f"of type {info.type}, not F32"
+        raise CheckpointError(f"{header.path}: tensor {name} is {kind}.")
+    with header.path.open("rb") as file:
+        file.seek(info.offset)
+        return struct.unpack(f"<{info.nbytes // 4}f", file.read(info.nbytes))
+
+
 class _Reader:
     """A cursor over the file that knows what it is reading, for the error's sake."""
 

@@ -22,7 +22,7 @@ def write_gguf(tmp_path: Path) -> WriteGguf:
     gguf = pytest.importorskip("gguf")
 
     def write(metadata: Mapping[str, Any], tensors: Mapping[str, Any], *, name: str = "model.gguf") -> Path:
-        writer = gguf.GGUFWriter(tmp_path / name, arch="llama")
+        writer = gguf.GGUFWriter(tmp_path / name, arch=str(metadata.get("general.architecture", "llama")))
         for key, value in metadata.items():
             add = {bool: writer.add_bool, str: writer.add_string, float: writer.add_float32, list: writer.add_array}
             add.get(type(value), writer.add_uint32)(key, value)

@@ -28,6 +28,7 @@ ROOT_MODULES = {
 } | {
     "architecture",  # ModelSpec and its tensors; read by
     "families",  # config.json of each family, through
+    "gguf_spec",  # a GGUF file's metadata, through
     "reading",  # strict reads
 }
 FOLDERS = {

@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from msgspec.structs import replace
 
 from surefoot.checkpoint import Checkpoint, find
 from surefoot.errors import CheckpointError
+from surefoot.ops.norm_rope import frequencies
 from surefoot.spec import NO_DEFAULTS, ModelSpec, read_generation_defaults, read_spec, tensor_shapes
 
 CONFIG: dict[str, Any] = {
@@ -197,7 +200,8 @@ def test_gguf_turn_end_of_the_template_ends_a_text(write_gguf: Any) -> None:
     ("change", "said"),
     [
         ({"general.architecture": "mamba"}, "architecture is 'mamba'"),
-        ({"llama.rope.scaling.type": "yarn"}, "rope scaling 'yarn'"),
+        ({"llama.rope.scaling.type": "axial"}, "rope scaling 'axial'"),
+        ({"llama.rope.scaling.type": "yarn"}, r"the key 'llama\.rope\.scaling\.factor' is missing"),
         ({"llama.expert_count": 8}, "8 experts"),
         ({"split.count": 3}, "one of 3 parts"),
         ({"llama.rope.dimension_count": 4}, "llama.rope.dimension_count is 4"),
@@ -210,10 +214,15 @@ def test_gguf_variants_are_refused(write_gguf: Any, change: dict[str, Any], said
         gguf_spec(write_gguf, GGUF | change)
 
 
-def test_gguf_rope_factors_are_refused(write_gguf: Any) -> None:
-    """A file with rope_freqs has Llama 3's scaled rotary embedding, which its metadata does not mention."""
-    with pytest.raises(CheckpointError, match="rope scaling 'llama3'"):
-        gguf_spec(write_gguf, GGUF, rope_freqs__weight=np.ones(4, np.float32))
+def test_gguf_rope_factors(write_gguf: Any) -> None:
+    """What a file with rope_freqs divides Llama 3's frequencies by is read out of that tensor."""
+    divisors = np.array([1, 1, 3.5, 8], np.float32)
+    rope = gguf_spec(write_gguf, GGUF, rope_freqs__weight=divisors).rope(0)
+    assert rope is not None and rope.scaling is not None
+    plain = frequencies(replace(rope, scaling=None), 128)
+    assert torch.equal(frequencies(rope, 128), plain / torch.from_numpy(divisors))
+    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight is of type F16"):
+        gguf_spec(write_gguf, GGUF, rope_freqs__weight=divisors.astype(np.float16))
 
 
 def test_tensor_shapes_follow_the_spec(tmp_path: Path) -> None:

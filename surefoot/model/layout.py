@@ -25,18 +25,30 @@ _LAYOUTS: Mapping[str, Mapping[str, str]] = {
     },
 }
 """Parts of our names → parts of the checkpoint's; names that become equal are rows of one tensor, in our order."""
-_GGUF_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+_GGUF_PARTS = {
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
-_GGUF_ROOTS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_GGUF_NORMS = {
+    2: ("attn_norm", "ffn_norm"),
+    4: ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"),
+}
+"""By how many a layer has, in the order of `ModelSpec.norms`."""
+_GGUF_ROOTS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_GGUF_ROTARY = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _NOT_TEXT = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
 
@@ -60,19 +72,25 @@ def text_name(name: str, spec: ModelSpec) -> str:
 
 
 def ignored(name: str, spec: ModelSpec) -> bool:
-    """Tensors that are not needed: rotary frequencies follow from the configuration, a tied output is the embedding,
-    and the part of a multimodal model that sees images is not built."""
-    if name.endswith(("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")):
+    """Tensors that are not needed here: rotary frequencies are in the spec, a tied output is the embedding, and the
+    part of a multimodal model that sees images is not built."""
+    if name.endswith(("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")) or name in _GGUF_ROTARY:
         return True
     if spec.wrapped and name.startswith(_NOT_TEXT):
         return True
     return spec.tie_word_embeddings and name in ("lm_head.weight", "transformer.output_layer.weight")
 
 
-def huggingface_name(name: str) -> str:
-    """`blk.3.attn_q.weight` → `model.layers.3.self_attn.q_proj.weight`; names that are not known stay as they are."""
-    if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
-        layer, part, kind = match.groups()
-        return f"model.layers.{layer}.{_GGUF_NAMES[part]}.{kind}" if part in _GGUF_NAMES else name
-    root, _, kind = name.rpartition(".")
-    return f"{_GGUF_ROOTS[root]}.{kind}" if root in _GGUF_ROOTS else name
+def gguf_names(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
+    """Every tensor of a GGUF file → the tensors of ours that it holds, below each other; experts are one tensor."""
+    parts = _GGUF_PARTS | dict(zip(spec.norms, _GGUF_NORMS[len(spec.norms)], strict=True))
+    found: dict[str, tuple[str, ...]] = {}
+    for stored, ours in stored_names(spec).items():
+        root, _, kind = stored.rpartition(".")
+        if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", root):
+            part = re.sub(r"experts\.\d+", "experts", match[2])
+            name = f"blk.{match[1]}.{parts[part]}.{kind}"
+        else:
+            name = f"{_GGUF_ROOTS[root]}.{kind}"
+        found[name] = (*found.get(name, ()), *ours)
+    return found

@@ -24,7 +24,7 @@ from torch import Tensor
 from surefoot import gguf
 from surefoot.checkpoint import Checkpoint
 from surefoot.errors import CheckpointError
-from surefoot.model.layout import huggingface_name, ignored, stored_names, text_name
+from surefoot.model.layout import gguf_names, ignored, stored_names, text_name
 from surefoot.model.quants import Bytes, unpack
 from surefoot.spec import ModelSpec, read_json, tensor_shapes
 
@@ -201,18 +201,28 @@ def _described(path: Path, handle: Any, name: str, spec: ModelSpec) -> _Stored:
 # ---- GGUF -----------------------------------------------------------------------------------------------------------
 
 
+_REORDERED = ("LlamaForCausalLM", "SmolLM3ForCausalLM")
+"""Of whose rows of q and k llama.cpp's converter changes the order."""
+
+
 def _gguf(path: Path, spec: ModelSpec) -> _Source:
     data = np.memmap(path, dtype=np.uint8, mode="r")
-    heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads}
+    reordered = spec.architecture in _REORDERED
+    heads = {"attn_q": spec.num_heads, "attn_k": spec.num_kv_heads} if reordered else {}
 
     def stored(info: gguf.TensorInfo) -> _Stored:
-        name = huggingface_name(info.name)
-        rotated = heads.get(name.split(".")[-2]) if name.count(".") > 1 else None
-        return _Stored(name, info.shape, info.nbytes, path, lambda file: dequantize(file, info, rotated_heads=rotated))
+        rotated = heads.get(info.name.split(".")[-2])
+        shape = info.shape if len(info.shape) < 3 else (math.prod(info.shape[:-1]), info.shape[-1])
+        return _Stored(
+            info.name,
+            shape,
+            info.nbytes,
+            path,
+            lambda file: dequantize(file, info, rotated_heads=rotated).reshape(shape),
+        )
 
-    pieces = {name: (name,) for name in tensor_shapes(spec)}
     found = [stored(info) for info in gguf.read_header(path).tensors]
-    return _Source(found, lambda _: nullcontext(data), pieces, mapped=False)
+    return _Source(found, lambda _: nullcontext(data), gguf_names(spec), mapped=False)
 
 
 def dequantize(data: Bytes, info: gguf.TensorInfo, *, rotated_heads: int | None = None) -> Tensor:
