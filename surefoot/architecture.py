@@ -23,7 +23,8 @@ class RopeScaling(Value, frozen=True):
 
     "dynamic" changes nothing up to `original_max_position`, which is also where `ModelSpec.max_position` ends: past it
     frequencies follow the length of each sequence, and keys in a cache would have to turn again. "longrope" divides
-    frequencies by `short_factor`, or by `long_factor` for texts longer than `original_max_position`.
+    frequencies by `short_factor`, or by `long_factor` where the context that is served is longer than
+    `original_max_position`: texts of all lengths then turn alike, as their keys are shared and grow.
     """
 
     kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]

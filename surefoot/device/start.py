@@ -58,6 +58,8 @@ def open_device(config: EngineConfig, *, progress: Progress) -> Device:
         spec, config, memory.measure(device), device=device.type, dtype=str(dtype).removeprefix("torch.")
     )
     limits = _limits(plan, spec, device, config)
+    # Positions end where the served context does: longrope turns by its length, and windows as long are none.
+    spec = replace(spec, max_position=plan.max_model_len)
 
     began = time.perf_counter()
 

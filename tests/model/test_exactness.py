@@ -86,3 +86,12 @@ def test_bfloat16_is_as_good_as_its_rounding(tmp_path: Path, name: str) -> None:
     ours = Driver(open_device(config, progress=lambda what, part: None)).logits(tokens, 100)
     expected = reference(theirs, tokens)
     assert (ours - expected).norm() < 0.1 * expected.norm()
+
+
+def test_a_short_context_turns_by_the_short_factors(tmp_path: Path) -> None:
+    """Phi-3 with longrope, served with no more than its original context, computes what transformers does of it."""
+    tokens, theirs = text(60), write(tmp_path, CASES["phi-3-longrope"], std=STD)
+    config = EngineConfig(model=str(tmp_path), dtype="float32", memory=300 << 20, max_model_len=64)
+    ours = Driver(open_device(config, progress=lambda what, part: None)).logits(tokens, 60)
+    expected = reference(theirs, tokens)
+    assert (ours - expected).abs().max() < 1e-4 * expected.abs().max()

@@ -28,7 +28,7 @@ class File(NamedTuple):
     tensors: dict[str, list[float]] = {}  # noqa: RUF012
 
 
-LLAMA_3_DIVISORS = [1.0, 1.0, 2.0, 8.0, 8.0, 8.0, 8.0, 8.0]
+SHORT_DIVISORS = [1.0 + at / 8 for at in range(8)]
 LONG_DIVISORS = [1.0 + at / 2 for at in range(8)]
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}
 FILES: dict[str, tuple[Case, File]] = {
@@ -49,7 +49,7 @@ FILES: dict[str, tuple[Case, File]] = {
         File(
             "phi3",
             {"rope.scaling.original_context_length": 64},
-            {"rope_factors_short.weight": [1.0] * 8, "rope_factors_long.weight": LONG_DIVISORS},
+            {"rope_factors_short.weight": SHORT_DIVISORS, "rope_factors_long.weight": LONG_DIVISORS},
         ),
     ),
     "gemma": (CASES["gemma"], File("gemma")),

@@ -57,7 +57,7 @@ CASES: dict[str, Case] = {
     "phi-3": Case("Phi3", WINDOW),
     "phi-3-partial": Case("Phi3", _rope("default", partial_rotary_factor=0.5)),
     "phi-3-longrope": Case("Phi3", {"original_max_position_embeddings": 64} | _rope(
-        "longrope", short_factor=[1.0] * 8, long_factor=[1.0 + at / 2 for at in range(8)],
+        "longrope", short_factor=[1.0 + at / 8 for at in range(8)], long_factor=[1.0 + at / 2 for at in range(8)],
         original_max_position_embeddings=64)),
     "gemma": Case("Gemma", {"head_dim": 32}),
     "gemma-2": Case("Gemma2", {"head_dim": 32, "query_pre_attn_scalar": 24} | WINDOW),
