@@ -119,7 +119,7 @@ async def limited(client: httpx.AsyncClient) -> None:
         began = time.perf_counter()
         found = await memory(client, limit)
         took = time.perf_counter() - began
-        free = found["measured"].get("card_free", found["measured"]["machine_available"])
+        free = found["measured"]["free"]
         print(f"limit {name}: {found['kv']['blocks']} blocks after {took:.3f} s, {free >> 20:,} MiB free")
         await asyncio.sleep(1)
     told("limit", await streams)

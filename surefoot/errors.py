@@ -35,19 +35,28 @@ class SurefootError(Exception):
 
 
 class RequestError(SurefootError):
-    """About one request. `param` names the field at fault, `retry_after` is in seconds."""
+    """About one request. `param` names the field at fault, `retry_after` is in seconds, `details` go along with it."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "InternalServerError"
 
-    def __init__(self, message: str, *, param: str | None = None, retry_after: int | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after: int | None = None,
+        details: dict[str, Any] | None = None,
+    ) -> None:
         super().__init__(message)
         self.param = param
         self.retry_after = retry_after
+        self.details = details or {}
 
     def body(self) -> dict[str, Any]:
-        """The OpenAI error object: `{"error": {"message", "type", "param", "code"}}`."""
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.status}}
+        """The OpenAI error object: `{"error": {"message", "type", "param", "code"}}`, and what `details` add."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.status}
+        return {"error": error | self.details}
 
 
 class InvalidRequest(RequestError):

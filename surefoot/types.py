@@ -320,8 +320,11 @@ class Snapshot(Value, frozen=True, kw_only=True):
     """Counts for metrics and health: what the scheduler looked like after a step. Counters only grow."""
 
     GAUGES: ClassVar[frozenset[str]] = frozenset(
-        ("running", "waiting", "suspects", "blocks_total", "blocks_used", "blocks_cached", "block_size", "token_budget")
-    )
+        (
+            "running", "waiting", "suspects", "blocks_total", "blocks_used", "blocks_cached", "blocks_idle",
+            "block_size", "token_budget",
+        )
+    )  # fmt: skip
     """What goes up and down; every other field is a counter."""
 
     steps: int = 0
@@ -341,6 +344,10 @@ class Snapshot(Value, frozen=True, kw_only=True):
     rows_failed: int = 0
     requests_failed: int = 0
     leaks_repaired: int = 0
+    retries: int = 0
+    """Plans that were rolled back, and whose rows were tried again."""
+    blocks_idle: int = 0
+    """KV blocks whose memory was given back for want of work; they come back with the next request."""
     shrinks: int = 0
     """Times that the KV cache gave memory back while serving, and the blocks in use that were moved for that."""
     blocks_moved: int = 0

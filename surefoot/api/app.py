@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import surefoot
-from surefoot.api import memory, messages_reply, openai
+from surefoot.api import messages_reply, openai
 from surefoot.api.body import read_json_object
 from surefoot.api.deadline import Patience
 from surefoot.api.engine import Engine
@@ -203,11 +203,11 @@ class Api:
 
     async def memory(self) -> Response:
         """What memory goes to: the plan's rows, the cache as it is, and what is measured."""
-        return JsonResponse(memory.report(self._engine))
+        return JsonResponse(self._serving.memory.report())
 
     async def limit_memory(self, request: Request) -> Response:
         """Hold the server to a new limit, `{"limit": "24GiB"}`; running requests go on."""
-        return JsonResponse(await memory.limit(self._engine, await read_json_object(request, limit=1 << 16)))
+        return JsonResponse(await self._serving.memory.limit(await read_json_object(request, limit=1 << 16)))
 
     async def version(self) -> Response:
         """The server's version."""

@@ -23,13 +23,14 @@ from surefoot.api.deadline import Deadline, Patience
 from surefoot.api.dialects import dialect_of
 from surefoot.api.engine import Engine, Handle
 from surefoot.api.grammar import Checker
+from surefoot.api.memory import Memory
 from surefoot.api.metrics import Metrics
 from surefoot.api.openai import ChatRequest, CompletionRequest, DetokenizeRequest, Prompt, TokenizeRequest
 from surefoot.api.openai import Message as ChatMessage
 from surefoot.api.reasoning import reasoning_of
 from surefoot.api.template import Message, Tool
 from surefoot.api.tokenizer import Tokenizer
-from surefoot.errors import InvalidRequest, NotFound, Overloaded
+from surefoot.errors import InsufficientMemory, InvalidRequest, NotFound, Overloaded
 from surefoot.grammar import around, lark, quoted
 from surefoot.sampling import check_token_ids, draw_seed, shown, validate
 from surefoot.spec import GenerationDefaults
@@ -63,6 +64,7 @@ class Serving:
         self._patience = patience
         self._refuse_while_restarting = refuse_while_restarting
         self.engine, self.tokenizer, self.metrics = engine, tokenizer, metrics
+        self.memory = Memory(engine)
         self.names = tuple(names)
         self.defaults = defaults
         self._dialect = dialect_of(tokenizer, tool_call_parser)
@@ -321,11 +323,16 @@ class Serving:
     @contextmanager
     def _admitted(self, job: Job) -> Iterator[list[Handle]]:
         """Every prompt admitted, or none; on leaving nothing of the job runs any more."""
+        longest = max(len(ids) for ids, _ in job.prompts)
+        self.memory.check_room(longest)
         handles: list[Handle] = []
         try:
             for ids, params in job.prompts:
                 handles.append(self.engine.submit(ids, params, priority=job.priority, salt=job.salt))
             yield handles
+        except (InsufficientMemory, Overloaded) as error:
+            error.details |= {"memory": self.memory.numbers(longest)}
+            raise
         finally:
             for handle in handles:
                 handle.cancel()

@@ -225,7 +225,8 @@ def memory(url: str, limit: str | None, key: str | None) -> int:
         f"{kv['blocks']:,} of {kv['blocks_planned']:,} KV blocks: {kv['blocks_used']:,} in use, "
         f"{kv['blocks_cached']:,} cached; {kv['tokens']:,} tokens"
     )
-    for name, size in found["measured"].items():
-        if isinstance(size, int):
-            console.print(f"{name.replace('_', ' '):<18} {format_bytes(size):>11}", style="dim")
+    measured = found["measured"]
+    console.print(f"measured on {measured['device']}", style="dim")
+    for name in ("total", "free", "ours", "neighbours"):
+        console.print(f"{name:<12} {format_bytes(measured[name]):>11}", style="dim")
     return 0

@@ -200,6 +200,7 @@ class Engine:
             self._scheduler.pool.retired(later.plan.id)
         for each in reversed([flight, *self._in_flight]):
             self._scheduler.rollback(each.planned)
+            self._counters.retries += not each.plan.control
         self._in_flight.clear()
         if failure.kind is FailureKind.LOST:
             raise DeviceLost(failure.reason)

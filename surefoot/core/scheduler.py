@@ -1,8 +1,8 @@
 """Who computes what in the next step. One rule: each sequence has `computed` of its `tokens`, and a step gives it more.
 
 State changes in transitions only, each whole and each leaving a valid state: `add`, `cancel`, `make_room`, `preempt`,
-`shed`, `rename`, `resize`, `commit`. The planner writes nothing but its lease, and `rollback` only ends that lease, since
-nothing else changed: that is what makes a failed step harmless (law 1).
+`shed`, `rename`, `resize`, `commit`. The planner writes nothing but its lease, and `rollback` only ends that lease,
+since nothing else changed: that is what makes a failed step harmless (law 1).
 
     waiting ──make_room──▶ running ──commit──▶ finished
        ▲                      │

@@ -19,6 +19,7 @@ class Counters:
     rows_failed: int = 0
     requests_failed: int = 0
     leaks_repaired: int = 0
+    retries: int = 0
     shrinks: int = 0
     blocks_moved: int = 0
     prefix_queries: int = 0
