@@ -92,6 +92,10 @@ class ModelSpec(Value, frozen=True):
     dtype: str
     """Of the checkpoint: float32, float16, bfloat16 (a quantized GGUF counts as float32)."""
 
+    implementation: Literal["surefoot", "transformers"] = "surefoot"
+    """Whose code computes the network. Of one that transformers computes, traits below say nothing but windows."""
+    stored_parameters: int | None = None
+    """Numbers in the checkpoint, where only they tell how large the network is."""
     output_bias: bool = False
     """The projection of attention's output has a bias."""
     layout: Literal["apart", "gate_up", "fused", "chatglm"] = "apart"
@@ -131,6 +135,8 @@ class ModelSpec(Value, frozen=True):
     @property
     def parameters(self) -> int:
         """Number of weights, tied ones once."""
+        if self.stored_parameters is not None:
+            return self.stored_parameters
         return sum(math.prod(shape) for shape in tensor_shapes(self).values())
 
     @property

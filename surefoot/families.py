@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from surefoot.architecture import GEMMA_NORMS, GLM4_NORMS, PRE_NORMS, Experts, ModelSpec, RopeScaling
-from surefoot.errors import CheckpointError
-from surefoot.reading import Reader, read_json
+from surefoot.reading import Reader, read_json, token_count
 
 Fields = dict[str, Any]
 """Fields of ModelSpec."""
@@ -35,19 +34,32 @@ _ROPE_KINDS: Mapping[str, Literal["linear", "dynamic", "llama3", "yarn", "longro
 def read_config(folder: Path) -> ModelSpec:
     """The spec of a Hugging Face directory. Raises CheckpointError naming file and key."""
     config = Reader(folder / "config.json", read_json(folder / "config.json"))
-    architectures = config.get("architectures", list)
-    name = str(architectures[0]) if len(architectures) == 1 else ""
-    if name not in _FAMILIES:
-        raise config.error(f"architectures is {architectures}; supported are {', '.join(_FAMILIES)}")
+    name = architecture(config)
+    if name not in FAMILIES:
+        raise config.error(f"architectures is {config.values['architectures']}; supported are {', '.join(FAMILIES)}")
     config.only("quantization_config", None, None)
     if name == _WRAPPED:
         config = _gemma3_text(config)
-    fields: Fields = {"architecture": name, "dtype": _dtype(config), "wrapped": name == _WRAPPED}
-    fields["eos_token_ids"] = _eos(folder, config, _GLM4_ENDS if name in _GLM else ())
-    fields["bos_token_id"] = next(iter(config.token_ids("bos_token_id")), None)
-    fields |= _FAMILIES[name](config)
-    fields["token_count"] = min(fields["vocab_size"], token_count(folder) or fields["vocab_size"])
-    return checked(ModelSpec(**fields), config)
+    fields: Fields = {"architecture": name, "wrapped": name == _WRAPPED} | FAMILIES[name](config)
+    return completed(folder, config, fields, _GLM4_ENDS if name in _GLM else ())
+
+
+def architecture(config: Reader) -> str:
+    """The one class that config.json names, or nothing."""
+    names = config.get("architectures", list)
+    return str(names[0]) if len(names) == 1 else ""
+
+
+def completed(folder: Path, config: Reader, fields: Fields, ends: tuple[int, ...]) -> ModelSpec:
+    """The spec of `fields` and of what all families share; `ends` are the class's own ends of a text."""
+    count = token_count(folder) or fields["vocab_size"]
+    shared: Fields = {
+        "dtype": _dtype(config),
+        "eos_token_ids": _eos(folder, config, ends),
+        "bos_token_id": next(iter(config.token_ids("bos_token_id")), None),
+        "token_count": min(fields["vocab_size"], count),
+    }
+    return checked(ModelSpec(**shared | fields), config)
 
 
 def checked(spec: ModelSpec, reader: Reader) -> ModelSpec:
@@ -197,7 +209,7 @@ def _chatglm(config: Reader) -> Fields:
     }
 
 
-_FAMILIES: Mapping[str, Callable[[Reader], Fields]] = {
+FAMILIES: Mapping[str, Callable[[Reader], Fields]] = {
     "LlamaForCausalLM": _llama,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
@@ -408,33 +420,3 @@ def _eos(folder: Path, config: Reader, default: tuple[int, ...]) -> tuple[int, .
     if path.exists():
         ids += Reader(path, read_json(path)).token_ids("eos_token_id")
     return tuple(dict.fromkeys(ids))
-
-
-def token_count(folder: Path) -> int | None:
-    """One more than the largest id that the tokenizer of a directory knows; None where there is none to ask."""
-    if (folder / "tokenizer.json").exists():
-        return _counted(folder / "tokenizer.json", _ids_of_tokenizer_json)
-    if (folder / "tokenizer.model").exists() and (folder / "tokenizer_config.json").exists():
-        return _counted(folder / "tokenizer_config.json", _ids_of_added_tokens)
-    return None
-
-
-def _counted(path: Path, ids: Callable[[dict[str, Any]], list[int]]) -> int | None:
-    values = read_json(path)
-    try:
-        return max(ids(values), default=-1) + 1 or None
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path}: its vocabulary cannot be read: {error!r}") from error
-
-
-def _ids_of_tokenizer_json(values: dict[str, Any]) -> list[int]:
-    vocab = values["model"]["vocab"]
-    ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
-    return ids + [token["id"] for token in values.get("added_tokens", ())]
-
-
-def _ids_of_added_tokens(values: dict[str, Any]) -> list[int]:
-    """Of a vocabulary in tokenizer.model, whose special tokens come last and are written beside it."""
-    if values.get("tokenizer_class") != "ChatGLM4Tokenizer":
-        return []
-    return [int(token) for token in values["added_tokens_decoder"]]

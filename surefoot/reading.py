@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -105,3 +105,36 @@ class Reader:
 
     def error(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.where}: {what}.")
+
+
+# ---- vocabulary ------------------------------------------------------------------------------------------------------
+
+
+def token_count(folder: Path) -> int | None:
+    """One more than the largest id that the tokenizer of a directory knows; None where there is none to ask."""
+    if (folder / "tokenizer.json").exists():
+        return _counted(folder / "tokenizer.json", _ids_of_tokenizer_json)
+    if (folder / "tokenizer.model").exists() and (folder / "tokenizer_config.json").exists():
+        return _counted(folder / "tokenizer_config.json", _ids_of_added_tokens)
+    return None
+
+
+def _counted(path: Path, ids: Callable[[dict[str, Any]], list[int]]) -> int | None:
+    values = read_json(path)
+    try:
+        return max(ids(values), default=-1) + 1 or None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path}: its vocabulary cannot be read: {error!r}") from error
+
+
+def _ids_of_tokenizer_json(values: dict[str, Any]) -> list[int]:
+    vocab = values["model"]["vocab"]
+    ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
+    return ids + [token["id"] for token in values.get("added_tokens", ())]
+
+
+def _ids_of_added_tokens(values: dict[str, Any]) -> list[int]:
+    """Of a vocabulary in tokenizer.model, whose special tokens come last and are written beside it."""
+    if values.get("tokenizer_class") != "ChatGLM4Tokenizer":
+        return []
+    return [int(token) for token in values["added_tokens_decoder"]]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from surefoot import gguf
 from surefoot.architecture import Experts, ModelSpec, Rope, RopeScaling, tensor_shapes
 from surefoot.checkpoint import Checkpoint
-from surefoot.families import read_config
+from surefoot.errors import CheckpointError
+from surefoot.families import FAMILIES, architecture, read_config
+from surefoot.generic import read_generic
 from surefoot.gguf_spec import read_gguf
 from surefoot.reading import Reader, read_json
 from surefoot.types import Value
@@ -26,11 +30,27 @@ __all__ = [
 ]
 
 
-def read_spec(checkpoint: Checkpoint) -> ModelSpec:
-    """The spec of a checkpoint. Raises CheckpointError naming file and key for what is missing or not supported."""
+def read_spec(checkpoint: Checkpoint, model_impl: str = "auto") -> ModelSpec:
+    """The spec of a checkpoint. Raises CheckpointError naming file and key for what is missing or not supported.
+
+    `model_impl` says whose code computes the network: surefoot, transformers, or auto, which is ours where it is built
+    here, and transformers' where that is installed.
+    """
     if checkpoint.kind == "gguf":
+        if model_impl == "transformers":
+            raise CheckpointError(f"{checkpoint.path}: model_impl transformers needs a directory, not a GGUF file.")
         return read_gguf(gguf.read_header(checkpoint.path))
-    return read_config(checkpoint.path)
+    folder = checkpoint.path
+    if model_impl == "transformers" or (model_impl == "auto" and _foreign(folder)):
+        return read_generic(folder)
+    return read_config(folder)
+
+
+def _foreign(folder: Path) -> bool:
+    """Whether a directory's architecture is not built here, and transformers is there to ask."""
+    config = Reader(folder / "config.json", read_json(folder / "config.json"))
+    name = architecture(config)
+    return bool(name) and name not in FAMILIES and find_spec("transformers") is not None
 
 
 # ---- generation_config.json -----------------------------------------------------------------------------------------

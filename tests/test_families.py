@@ -169,8 +169,9 @@ def test_smollm3(tmp_path: Path) -> None:
 
 def test_unknown_architecture(tmp_path: Path) -> None:
     """The error lists what there is."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"]}))
     with pytest.raises(CheckpointError, match=r"\['MambaForCausalLM'\]; supported are LlamaForCausalLM, Qwen2"):
-        family(tmp_path, "Mamba")
+        read_spec(Checkpoint(kind="hf", path=tmp_path, name="tiny"), "surefoot")
 
 
 # ---- rotary scaling

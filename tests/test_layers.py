@@ -29,6 +29,7 @@ ROOT_MODULES = {
     "architecture",  # ModelSpec and its tensors; read by
     "families",  # config.json of each family, through
     "gguf_spec",  # a GGUF file's metadata, through
+    "generic",  # config.json of what transformers computes, through
     "reading",  # strict reads
 }
 FOLDERS = {

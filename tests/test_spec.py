@@ -131,7 +131,7 @@ def test_missing_key_is_named(tmp_path: Path, key: str) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "supported are LlamaForCausalLM, "),
+        ({"architectures": []}, r"architectures is \[\]"),
         ({"hidden_size": "32"}, "hidden_size is '32'"),
         ({"hidden_size": True}, "hidden_size is True"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
@@ -152,6 +152,16 @@ def test_unsupported_values_are_refused(tmp_path: Path, change: dict[str, Any], 
     """A value that is wrong, or that means another network, is an error naming the key; nothing is ignored."""
     with pytest.raises(CheckpointError, match=said):
         read(tmp_path, CONFIG | change)
+
+
+def test_an_architecture_that_is_not_built_here(tmp_path: Path) -> None:
+    """It is transformers' where that is installed, unless it is ours that is asked for; then the error lists ours."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["OlmoForCausalLM"]}))
+    checkpoint = Checkpoint(kind="hf", path=tmp_path, name="tiny")
+    spec = read_spec(checkpoint)
+    assert (spec.implementation, spec.num_layers, spec.head_dim) == ("transformers", 2, 8)
+    with pytest.raises(CheckpointError, match="supported are LlamaForCausalLM, "):
+        read_spec(checkpoint, "surefoot")
 
 
 def test_config_that_is_no_json(tmp_path: Path) -> None:
