@@ -247,6 +247,8 @@ class StepFailed(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that the failed allocation asked for, where the error tells."""
     free: int | None = None
     """Bytes free after the failure, once the step's tensors are gone."""
+    cause: str = "allocation"
+    """Of an OOM: predicted (not tried), allocation (one was refused), library (something failed in its own words)."""
 
 
 class Ticket(msgspec.Struct, frozen=True):
@@ -339,6 +341,9 @@ class Snapshot(Value, frozen=True, kw_only=True):
     tokens_emitted: int = 0
     preemptions: int = 0
     steps_oom: int = 0
+    oom_predicted: int = 0
+    """Of steps_oom those that were not even tried, and those where something failed that did not say why."""
+    oom_library: int = 0
     steps_fault: int = 0
     control_steps: int = 0
     rows_failed: int = 0

@@ -7,7 +7,7 @@ HTTP statuses, failed requests) is recorded as it happens.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -15,7 +15,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from surefoot.api.engine import Engine
-from surefoot.types import Sampled
+from surefoot.api.memory import Memory
+from surefoot.types import Sampled, Snapshot
 
 _TTFT = (
     .001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
@@ -30,6 +31,7 @@ _GAUGES = (
     ("vllm:num_requests_waiting", "Sequences that wait.", "waiting"),
     ("surefoot:kv_blocks", "KV blocks there are.", "blocks_total"),
     ("surefoot:kv_blocks_used", "KV blocks in use.", "blocks_used"),
+    ("surefoot:kv_blocks_idle", "KV blocks given back for want of work.", "blocks_idle"),
     ("surefoot:token_budget", "Tokens that a step may compute now.", "token_budget"),
     ("surefoot:suspects", "Sequences suspected of failed steps.", "suspects"),
 )
@@ -38,6 +40,9 @@ _COUNTERS = (
     ("surefoot:steps", "Engine steps.", "steps"),
     ("surefoot:steps_oom", "Steps that ran out of memory, were rolled back and retried.", "steps_oom"),
     ("surefoot:steps_fault", "Steps that failed otherwise, were rolled back and retried.", "steps_fault"),
+    ("surefoot:retries", "Plans rolled back, whose rows were tried again.", "retries"),
+    ("surefoot:shrinks", "Times that the KV cache became smaller while serving.", "shrinks"),
+    ("surefoot:kv_blocks_moved", "KV blocks in use that were moved for that.", "blocks_moved"),
     ("surefoot:control_steps", "Steps that tell a bad request from a bad device.", "control_steps"),
     ("surefoot:rows_failed", "Rows whose values were no numbers.", "rows_failed"),
     ("surefoot:requests_failed", "Requests that the engine failed.", "requests_failed"),
@@ -141,6 +146,7 @@ class _EngineCollector(Collector):
 
     def __init__(self, engine: Engine, model: str) -> None:
         self._engine, self._values = engine, (model, "0")
+        self._memory = Memory(engine)
 
     def collect(self) -> Iterator[Metric]:
         snapshot, limits = self._engine.snapshot, self._engine.info.limits
@@ -148,6 +154,7 @@ class _EngineCollector(Collector):
             yield self._gauge(name, text, getattr(snapshot, field))
         for name, text, field in _COUNTERS:
             yield self._counter(name, text, getattr(snapshot, field))
+        yield from self._memory_families(snapshot)
         usage = snapshot.blocks_used / limits.num_blocks if limits.num_blocks else 0.0
         yield self._gauge("vllm:kv_cache_usage_perc", "Used share of the KV cache, 0 to 1.", usage)
         yield self._gauge("vllm:gpu_cache_usage_perc", "Older name of kv_cache_usage_perc.", usage)
@@ -158,6 +165,31 @@ class _EngineCollector(Collector):
         info = GaugeMetricFamily("vllm:cache_config_info", "How the KV cache is cut.", labels=labels)
         info.add_metric((str(limits.block_size), str(limits.num_blocks), "0"), 1)
         yield info
+
+    def _memory_families(self, snapshot: Snapshot) -> Iterator[Metric]:
+        """Where memory is, what is left of it, and what ran out."""
+        rows = self._memory.rows()
+        yield self._labelled(GaugeMetricFamily, "surefoot:memory_bytes", "Rows of the memory plan.", "row", rows)
+        measured = {what: size for what, size in self._memory.measured().items() if isinstance(size, int)}
+        text = "The device's memory: total, free, the worker's, the neighbours'."
+        yield self._labelled(GaugeMetricFamily, "surefoot:device_memory_bytes", text, "what", measured)
+        silent = snapshot.oom_predicted + snapshot.oom_library
+        causes = {
+            "allocation": snapshot.steps_oom - silent,
+            "library": snapshot.oom_library,
+            "predicted": snapshot.oom_predicted,
+        }
+        text = "Steps that ran out of memory: foreseen, at an allocation, or in a library's own words."
+        yield self._labelled(CounterMetricFamily, "surefoot:oom", text, "cause", causes)
+
+    def _labelled(
+        self, family: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, text: str, label: str,
+        values: Mapping[str, int],
+    ) -> Metric:  # fmt: skip
+        found = family(name, text, labels=(*_LABELS, label))
+        for value, number in values.items():
+            found.add_metric((*self._values, value), number)
+        return found
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=_LABELS)

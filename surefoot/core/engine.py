@@ -216,7 +216,10 @@ class Engine:
         counters.steps += 1
         counters.control_steps += plan.control
         if failure is not None:
-            counters.steps_oom += failure.kind is FailureKind.OOM
+            if failure.kind is FailureKind.OOM:
+                counters.steps_oom += 1
+                counters.oom_predicted += failure.cause == "predicted"
+                counters.oom_library += failure.cause == "library"
             counters.steps_fault += failure.kind is FailureKind.FAULT
 
     def _fail(self, key: Key) -> None:

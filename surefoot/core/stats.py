@@ -14,6 +14,8 @@ class Counters:
     tokens_emitted: int = 0
     preemptions: int = 0
     steps_oom: int = 0
+    oom_predicted: int = 0
+    oom_library: int = 0
     steps_fault: int = 0
     control_steps: int = 0
     rows_failed: int = 0

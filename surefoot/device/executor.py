@@ -128,7 +128,9 @@ class StepExecutor:
         if needed <= free:
             return None
         reason = f"a step of {plan.tokens} tokens needs {format_bytes(needed)}, and {format_bytes(free)} are free"
-        return StepFailed(plan=plan.id, kind=FailureKind.OOM, reason=reason, needed=needed, free=free)
+        return StepFailed(
+            plan=plan.id, kind=FailureKind.OOM, reason=reason, needed=needed, free=free, cause="predicted"
+        )
 
     def _run(self, plan: StepPlan) -> StepDone | StepFailed:
         began = time.perf_counter()
@@ -139,7 +141,10 @@ class StepExecutor:
             needed = outcome.needed  # not every error tells what was asked for
             if needed is None and outcome.kind is FailureKind.OOM:
                 needed = self.predict(plan)
-            return StepFailed(plan=plan.id, kind=outcome.kind, reason=outcome.reason, needed=needed, free=outcome.free)
+            return StepFailed(
+                plan=plan.id, kind=outcome.kind, reason=outcome.reason, needed=needed, free=outcome.free,
+                cause=outcome.cause,
+            )  # fmt: skip
         self._trim(plan.tokens)
         return StepDone(plan=plan.id, rows=outcome.value, seconds=time.perf_counter() - began)
 

@@ -105,8 +105,9 @@ class GpuExecutor:
         if outcome.kind is not FailureKind.OOM:
             log.error("step %d failed: %s", flight.plan.id, outcome.trace)
         return StepFailed(
-            plan=flight.plan.id, kind=outcome.kind, reason=outcome.reason, needed=outcome.needed, free=outcome.free
-        )
+            plan=flight.plan.id, kind=outcome.kind, reason=outcome.reason, needed=outcome.needed, free=outcome.free,
+            cause=outcome.cause,
+        )  # fmt: skip
 
     def free_memory(self) -> int:
         """Bytes that are free on the card."""

@@ -65,7 +65,7 @@ class Failure:
     """`fn` raised; by now its tensors are gone and the device was probed.
 
     `needed` is what the failed allocation asked for, where the error tells; `free` is what is free now (bytes);
-    `trace` is the traceback as text, which holds on to nothing.
+    `trace` is the traceback as text, which holds on to nothing; `cause` as in `types.StepFailed`.
     """
 
     kind: FailureKind
@@ -73,6 +73,7 @@ class Failure:
     needed: int | None
     free: int
     trace: str
+    cause: str = "allocation"
 
 
 def guard(fn: Callable[[], T], *, probe: Callable[[], object] | None = None) -> Ok[T] | Failure:
@@ -111,7 +112,7 @@ def _classify(reason: str, trace: str, asked: int | None, *, memory: bool, uncle
         kind = FailureKind.OOM
     else:
         kind = FailureKind.FAULT
-    return Failure(kind, reason, asked, free, trace)
+    return Failure(kind, reason, asked, free, trace, "allocation" if memory else "library")
 
 
 def _nothing() -> None:
