@@ -35,6 +35,9 @@ ModelName = Annotated[
 Dtype = Annotated[Text, _option(MODEL, "auto (what this device is fast at), float32, bfloat16 or float16.", "TYPE")]
 Device = Annotated[Text, _option(MODEL, "auto, cpu or cuda.", "DEVICE")]
 Quantization = Annotated[Text, _option(MODEL, "none, or int8: weights of 8 bits per channel, faster decoding.", "KIND")]
+ModelImpl = Annotated[
+    Text, _option(MODEL, "surefoot, transformers (any causal model of it), or auto: ours where there is one.", "WHOSE")
+]
 LoadFormat = Annotated[Text, _option(MODEL, "auto, or dummy: random weights, for trying sizes out.", "FORMAT")]
 Seed = Annotated[Text, _option(MODEL, "Seed of what is random at start; requests bring their own (default: 0).", "N")]
 MaxModelLen = Annotated[
@@ -62,6 +65,13 @@ MaxStepMs = Annotated[
     Text,
     _option(MEMORY, "Milliseconds of a step on a GPU while others wait for a token (default: 100).", "MS"),
 ]
+IdleRelease = Annotated[
+    Text,
+    _option(
+        MEMORY, "Seconds without requests until the KV cache's memory is given back, for a while (default: never).",
+        "SECONDS",
+    ),
+]  # fmt: skip
 PrefixCaching = Annotated[
     bool | None,
     typer.Option(
@@ -154,6 +164,7 @@ def serve(
     dtype: Dtype = None,
     device: Device = None,
     quantization: Quantization = None,
+    model_impl: ModelImpl = None,
     load_format: LoadFormat = None,
     trust_remote_code: Annotated[
         bool | None,
@@ -172,6 +183,7 @@ def serve(
     memory: Memory = None,
     gpu_memory_utilization: GpuMemoryUtilization = None,
     max_step_ms: MaxStepMs = None,
+    idle_release: IdleRelease = None,
     enable_prefix_caching: PrefixCaching = None,
     allow_fault_injection: Annotated[
         bool | None,

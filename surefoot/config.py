@@ -51,6 +51,8 @@ class EngineConfig(Value, frozen=True, kw_only=True):
     """auto | cpu | cuda"""
     quantization: str = "none"
     """none | int8"""
+    model_impl: str = "auto"
+    """auto (ours, else transformers') | surefoot | transformers: whose code computes the network"""
     load_format: str = "auto"
     """auto | dummy (random weights: shapes without a checkpoint)"""
     max_model_len: int | None = None
@@ -62,6 +64,8 @@ class EngineConfig(Value, frozen=True, kw_only=True):
     gpu_memory_utilization: float | None = None
     max_step_ms: float = 100.0
     """How long a step may take on a GPU while another request waits for its next token."""
+    idle_release: float | None = None
+    """Seconds without work after which the memory of the KV cache is given back until the next request."""
     enable_prefix_caching: bool = True
     trust_remote_code: bool = False
     """Accepted for the sake of scripts that pass it: no code of a checkpoint is ever run."""

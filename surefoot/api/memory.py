@@ -34,7 +34,7 @@ class Memory:
         """Bytes of each row of the plan, of the KV cache as it is now, and what the system measures."""
         plan, snapshot = self._plan(), self._engine.snapshot
         return {
-            "limit": plan.fixed + self._kv(plan),
+            "limit": plan.fixed + self._kv(plan) + snapshot.blocks_idle * plan.block_bytes,
             "planned": plan.budget,
             "rows": self.rows(),
             "kv": {

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import os
 import select
 import signal
@@ -128,7 +129,7 @@ def _serve(connection: Connection, build: Build, journal: Journal | None) -> Non
     if journal is not None:
         engine.executor = Journaled(engine.executor, journal)
     tame_collector()
-    run(connection, engine)
+    run(connection, engine, idle_release=start.config.idle_release)
 
 
 def open_engine(config: EngineConfig, connection: Connection) -> Engine:
@@ -160,13 +161,28 @@ def tame_collector() -> None:
     gc.set_threshold(100_000, 50, 1_000)
 
 
-def run(connection: Connection, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
-    """Step the engine until Stop. Raises ConnectionError when the API process is gone."""
+def run(
+    connection: Connection,
+    engine: Engine,
+    *,
+    idle_release: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Step the engine until Stop; it rests after `idle_release` seconds without work. Raises ConnectionError when the
+    API process is gone.
+    """
     reporter = Reporter(connection, engine)
     reporter.report([])
-    busy = False
+    busy, idle_since = False, clock()
     while True:
-        for message in connection.receive(patience(engine, clock())):
+        messages = connection.receive(patience(engine, clock(), idle_release, idle_since))
+        if not (messages or engine.has_work or idle_release is None or clock() < idle_since + idle_release):
+            engine.rest(clock())
+            log.info("idle: memory of KV blocks given back", blocks=engine.snapshot().blocks_idle)
+            reporter.report([])
+            idle_since = math.inf
+            continue
+        for message in messages:
             if isinstance(message, wire.Stop):
                 return
             if isinstance(message, wire.Resize):
@@ -178,6 +194,8 @@ def run(connection: Connection, engine: Engine, clock: Callable[[], float] = tim
             obey(engine, message, clock())
         busy = busy or engine.has_work
         reporter.report(engine.step(clock()))
+        if not engine.has_work:
+            idle_since = clock()
         if busy and not engine.has_work:
             busy = False
             for fault in engine.check_when_idle():
@@ -186,10 +204,13 @@ def run(connection: Connection, engine: Engine, clock: Callable[[], float] = tim
             gc.collect()
 
 
-def patience(engine: Engine, now: float) -> float | None:
-    """Seconds to wait for a message before the next step; None where only a message can bring work."""
+def patience(engine: Engine, now: float, idle_release: float | None = None, idle_since: float = 0.0) -> float | None:
+    """Seconds to wait for a message before the next step, or, without work, before resting (`idle_release` seconds
+    after `idle_since`, which is never for infinity); None where only a message can bring anything.
+    """
     if not engine.has_work:
-        return None
+        rest = math.inf if idle_release is None else idle_since + idle_release
+        return None if rest == math.inf else max(0.0, rest - now)
     until = engine.idle_until(now)
     return 0.0 if until is None else max(0.0, until - now)
 

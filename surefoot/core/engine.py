@@ -27,6 +27,8 @@ from surefoot.types import (
     Ticket,
 )
 
+GROW_SECONDS = 1.0
+"""Between attempts to get back memory for KV blocks that the device refused."""
 STALL_POLL = 0.05
 """Seconds between looks at work that nothing can be done about: sequences parked until capacity comes back."""
 
@@ -61,6 +63,9 @@ class Engine:
         self._in_flight: list[InFlight] = []
         self._last_plan = 0
         self._last_failure: StepFailed | None = None
+        self._wanted = limits.num_blocks  # KV blocks to have while there is work; fewer where the device refuses some
+        self._resting = False
+        self._grow_at = 0.0
         self._stalled = False  # the last step found nothing that could run
 
     # ---- from the bridge ---------------------------------------------------------------------------------------------
@@ -86,12 +91,13 @@ class Engine:
 
     def step(self, now: float) -> list[Event]:
         """Launch what may run, collect the oldest plan, return what happened. Raises DeviceLost."""
+        events = self._grow_back(now)
         while len(self._in_flight) < self._depth and (launched := self._launch(now)) is not None:
             self._in_flight.append(launched)
         self._stalled = not self._in_flight
         if self._in_flight:
             self._collect(now)
-        return self._scheduler.take_events()
+        return events + self._scheduler.take_events()
 
     def snapshot(self) -> Snapshot:
         """Counts as of now."""
@@ -103,6 +109,7 @@ class Engine:
             blocks_total=pool.capacity,
             blocks_used=pool.used,
             blocks_cached=pool.cached,
+            blocks_idle=self._wanted - pool.capacity if self._resting else 0,
             block_size=self._limits.block_size,
             token_budget=self._scheduler.budget.tokens,
             **self._counters.values(),
@@ -130,6 +137,28 @@ class Engine:
 
         Going down rows give up blocks before the memory goes; going up the memory has to be there first.
         """
+        events, refusal = self._hold(blocks, now)
+        self._wanted, self._resting = self._scheduler.pool.capacity, False
+        return events, refusal
+
+    def rest(self, now: float) -> None:
+        """With no work: give back the memory of all KV blocks, cached prefixes too. The next work takes it again."""
+        self._hold(0, now)
+        self._resting = True
+
+    def _grow_back(self, now: float) -> list[Event]:
+        """Where there is work and blocks are missing: take all of them, or as many as the device has for now."""
+        capacity = self._scheduler.pool.capacity
+        missing = self._wanted - capacity if self.has_work and (self._resting or now >= self._grow_at) else 0
+        events: list[Event] = []
+        while missing > 0:
+            found, refusal = self._hold(capacity + missing, now)
+            events += found
+            missing = missing // 2 if refusal else 0
+            self._resting, self._grow_at = False, now + GROW_SECONDS
+        return events
+
+    def _hold(self, blocks: int, now: float) -> tuple[list[Event], str | None]:
         if blocks <= self._scheduler.pool.capacity:
             events = self.resize(blocks, now)
             return events, self.executor.hold(blocks)

@@ -75,6 +75,7 @@ class StepExecutor:
     def hold(self, blocks: int) -> str | None:
         """Give the pages of KV blocks from `blocks` on back; to take them again costs nothing until they are used."""
         self.runner.cache.hold(blocks)
+        memory.release_cached()
         return None
 
     def learn(self, vocabulary: Vocabulary) -> None:

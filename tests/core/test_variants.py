@@ -259,13 +259,18 @@ def moves_one_holder(engine: Engine) -> None:
     scheduler.rename = broken  # type: ignore[method-assign]
 
 
+def never_wakes(engine: Engine) -> None:
+    """Idle release: memory that was given back for want of work stays away."""
+    engine._grow_back = lambda now: []  # type: ignore[method-assign]
+
+
 BROKEN: list[Break] = [
     advances_in_plan, forgets_the_lease, keeps_blocks_of_dead_rows, has_no_limbo, shares_without_counting,
     writes_in_shared_blocks, trusts_an_empty_pool_row, preempts_the_oldest, never_preempts, never_parks,
     redraws_after_preemption, ignores_later_plans, forgets_what_failed, strikes_without_control, blames_the_batch,
     never_convicts, lets_the_suspect_stay, ignores_epochs, shows_tokens_after_the_stop, fails_the_batch_for_a_row,
     forgets_what_came_before, finds_evicted_blocks, publishes_before_it_ran, moves_nothing, moves_without_its_index,
-    moves_one_holder,
+    moves_one_holder, never_wakes,
 ]  # fmt: skip
 
 

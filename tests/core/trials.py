@@ -58,6 +58,7 @@ class Trial:
         self.finished: dict[tuple[int, int], str] = {}
         self.failures = 0
         self.limits_move = rng.random() < 0.4
+        self.rests = rng.random() < 0.3
         self.trouble = self.make_trouble()
         self.to_add = [self.make_request(id) for id in range(rng.randint(2, 10))]
 
@@ -152,6 +153,11 @@ class Trial:
             id = rng.choice(list(self.requests))
             self.engine.cancel(id)
             self.cancelled.add(id)
+        if self.rests and not self.engine.has_work:
+            self.engine.rest(self.now)
+            self.executor.most_blocks = rng.choice([0, 1, self.limits.num_blocks // 2, self.limits.num_blocks])
+        elif rng.random() < 0.02:
+            self.executor.most_blocks = self.limits.num_blocks
         if self.limits_move and running and rng.random() < 0.02:
             self.forced = True
             self.engine._scheduler.preempt(rng.choice(running))
@@ -178,6 +184,7 @@ class Trial:
         scheduler.preempt = watched  # type: ignore[method-assign]
 
     def resize(self, capacity: int) -> None:
+        self.executor.most_blocks = self.limits.num_blocks
         self.executor.moves = self.random.random() < 0.8
         self.forced = not self.executor.moves
         events, refusal = self.engine.fit(capacity, self.now)
