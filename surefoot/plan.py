@@ -148,8 +148,10 @@ def title(row: str) -> str:
 
 def parameters(spec: ModelSpec) -> tuple[int, int]:
     """(numbers in matrices of all layers, experts included, and in the output projection; in all other tensors)."""
-    sizes = {name: math.prod(shape) for name, shape in tensor_shapes(spec).items()}
     output = spec.vocab_size * spec.hidden_size
+    if spec.stored_parameters is not None:
+        return spec.stored_parameters - (0 if spec.tie_word_embeddings else output), output
+    sizes = {name: math.prod(shape) for name, shape in tensor_shapes(spec).items()}
     layers = sum(size for name, size in sizes.items() if name.endswith(("_proj.weight", ".gate.weight")))
     other = sum(sizes.values()) - layers - sizes.get("lm_head.weight", 0)
     return layers + output, other

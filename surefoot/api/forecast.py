@@ -83,7 +83,7 @@ def forecast(options: Mapping[str, str | None]) -> Forecast:
     machine = _machine(options.get("gpu"), options.get("neighbours"), options.get("card"))
     given = {name: value for name, value in options.items() if name not in own}
     config = settings.engine_config({**given, "device": machine.device})
-    spec = read_spec(checkpoint.find(config.model, weights=False))
+    spec = read_spec(checkpoint.find(config.model, weights=False), config.model_impl)
     try:
         plan = _plan(spec, config, machine)
         if plan.budget <= machine.free:

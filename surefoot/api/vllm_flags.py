@@ -38,6 +38,7 @@ SPELLINGS: Final[Mapping[str, Mapping[str, str | None]]] = {
     "dtype": {"half": "float16", "float": "float32", "torch.float16": "float16", "torch.bfloat16": "bfloat16",
               "torch.float32": "float32"},
     "load_format": {"safetensors": "auto", "hf": "auto", "gguf": "auto"},
+    "model_impl": {"vllm": "surefoot"},
     "max_model_len": {"-1": None, "auto": None},
     "generation_config": {"vllm": "none"},
 }  # fmt: skip

@@ -91,7 +91,7 @@ class GpuRunner:
             return out.flatten(1)
 
         all_rows = step.shape.padded and not prefills  # one sample a row, one token a row
-        hidden = self.network.forward(ids, attend, keep=None if all_rows else step.source)
+        hidden = self.network.forward(ids, step.position, attend, keep=None if all_rows else step.source)
         return hidden, finite[0]
 
     def _attend_sampled(self, q: Tensor, kv: Tensor, step: StepTensors, row_tables: Tensor, scale: float) -> Tensor:

@@ -41,7 +41,7 @@ class Runner:
             out = attend(qkv[:, :heads], rows, segments, kv_heads=kv_heads, scale=how.scale, softcap=how.softcap)
             return out.flatten(1)
 
-        return self.network.forward(inputs.tokens, attend_layer)
+        return self.network.forward(inputs.tokens, inputs.positions, attend_layer)
 
     def logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
         """float32 [len(rows), vocabulary]: only rows that are sampled meet the output projection."""

@@ -23,6 +23,7 @@ from surefoot.device.sampler import Sampler
 from surefoot.errors import ConfigError, DoesNotFit, WorkerLost
 from surefoot.faults import Faults
 from surefoot.model import weights
+from surefoot.model.foreign import ForeignNetwork
 from surefoot.model.layers import Network
 from surefoot.model.registry import network_class
 from surefoot.spec import ModelSpec, read_spec
@@ -50,8 +51,7 @@ def open_device(config: EngineConfig, *, progress: Progress) -> Device:
     faults = Faults.parse(config.faults, seed=config.seed) if config.allow_fault_injection else Faults()
     device = choose_device(config)
     found = checkpoints.find(config.model, weights=config.load_format != "dummy")
-    spec = read_spec(found)
-    network_type = network_class(spec.architecture)
+    spec = read_spec(found, config.model_impl)
     dtype = choose_dtype(config, spec, device)
     memory.settle_malloc()
     plan = planning.plan_memory(
@@ -64,8 +64,7 @@ def open_device(config: EngineConfig, *, progress: Progress) -> Device:
     began = time.perf_counter()
 
     def start() -> tuple[Executor, StepTime | None]:
-        tensors = _tensors(found, spec, config, dtype, device, progress)
-        network = network_type.load(spec, tensors, device=device, dtype=dtype, quantization=config.quantization)
+        network = _network(found, spec, config, dtype, device, progress)
         log.info("weights loaded after %.1f s", time.perf_counter() - began)
         progress("warming up", 0.0)
         if device.type == "cuda":
@@ -114,6 +113,25 @@ def _limits(plan: planning.MemoryPlan, spec: ModelSpec, device: torch.device, co
         prefix_caching=config.enable_prefix_caching,
         max_step_seconds=config.max_step_ms / 1000,
     )
+
+
+def _network(
+    found: Checkpoint,
+    spec: ModelSpec,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress,
+) -> Network:
+    if spec.implementation == "transformers":
+        progress("loading weights", 0.0)
+        dummy = config.load_format == "dummy"
+        return ForeignNetwork.load(
+            found.path, spec, device=device, dtype=dtype, quantization=config.quantization, dummy=dummy
+        )
+    tensors = _tensors(found, spec, config, dtype, device, progress)
+    kind = network_class(spec.architecture)
+    return kind.load(spec, tensors, device=device, dtype=dtype, quantization=config.quantization)
 
 
 def _tensors(

@@ -77,8 +77,11 @@ class Decoder:
         return cls(spec, made, device)
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, attend: Attend, keep: Tensor | None = None) -> Tensor:
-        """Ids [n] → hidden rows [n, hidden] after the last norm, or [k, hidden] of the tokens `keep` [k]."""
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, keep: Tensor | None = None) -> Tensor:
+        """Ids [n] → hidden rows [n, hidden] after the last norm, or [k, hidden] of the tokens `keep` [k].
+
+        `positions` are not looked at: `attend` turns queries and keys.
+        """
         hidden = F.embedding(tokens, self.embedding)
         if self.spec.embedding_scale != 1.0:
             hidden *= torch.tensor(self.spec.embedding_scale, dtype=hidden.dtype)

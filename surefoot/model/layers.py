@@ -44,8 +44,8 @@ their sequences. How that is paged and batched is not the network's business.
 class Network(Protocol):
     """A family's page, with its weights."""
 
-    def forward(self, tokens: Tensor, attend: Attend, keep: Tensor | None = None) -> Tensor:
-        """Ids [n] → hidden rows [n, hidden] after the last norm, or [k, hidden] of the tokens `keep` [k].
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, keep: Tensor | None = None) -> Tensor:
+        """Ids and positions [n] → hidden rows [n, hidden] after the last norm, or [k, hidden] of the tokens `keep` [k].
 
         Of a prompt's tokens most are there for their keys and values alone, which the last layer has stored before it
         attends: what comes after is computed for the kept ones only.
