@@ -11,7 +11,7 @@ import pytest
 import structlog
 
 from surefoot.bridge import wire
-from surefoot.bridge.worker import Connection, log_step, obey, patience, serve
+from surefoot.bridge.worker import Connection, log_step, obey, patience, run, serve
 from surefoot.config import EngineConfig
 from surefoot.core.engine import Engine
 from surefoot.testing import FakeExecutor
@@ -150,6 +150,38 @@ def test_patience() -> None:
     while (until := engine.idle_until(0.0)) is None:
         engine.step(0.0)
     assert patience(engine, 0.0) == until > 0
+
+
+def test_patience_ends_when_it_is_time_to_rest() -> None:
+    """Without work and with an idle time a worker waits for the rest of it; one that rests waits for ever."""
+    engine = Engine(FakeExecutor(LIMITS), LIMITS)
+    assert patience(engine, 12.0, 5.0, 10.0) == 3.0
+    assert patience(engine, 20.0, 5.0, 10.0) == 0.0
+    assert patience(engine, 20.0, 5.0, float("inf")) is None
+
+
+def test_an_idle_worker_rests_and_wakes(pair: tuple[socket.socket, Connection]) -> None:
+    """After the idle time its blocks are given back, once; the next request finds them all again."""
+    ours, connection = pair
+    engine = Engine(FakeExecutor(LIMITS), LIMITS)
+    loop = threading.Thread(target=run, args=(connection, engine), kwargs={"idle_release": 0.05})
+    loop.start()
+    steps, unframer = [], wire.Unframer()
+    while not steps or steps[-1].snapshot.blocks_idle == 0:
+        steps += [
+            m for m in map(wire.decode_from_worker, unframer.feed(ours.recv(1 << 16))) if isinstance(m, wire.Step)
+        ]
+    assert [(step.snapshot.blocks_total, step.snapshot.blocks_idle) for step in steps] == [
+        (LIMITS.num_blocks, 0),
+        (0, LIMITS.num_blocks),
+    ]
+    time.sleep(0.2)
+    say(ours, wire.Add(request=request()))
+    served = wire.decode_from_worker(unframer.feed(ours.recv(1 << 16))[0])
+    assert isinstance(served, wire.Step)
+    assert (served.snapshot.blocks_total, len(served.events)) == (LIMITS.num_blocks, 1)
+    say(ours, wire.Stop())
+    loop.join(10)
 
 
 def test_what_operators_want_to_know_is_logged() -> None:

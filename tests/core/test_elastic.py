@@ -58,6 +58,25 @@ def test_cached_prefixes_make_way_before_rows_do() -> None:
     assert bench.texts[1, 0] == bench.expected(1, 64, 20)
 
 
+def test_what_the_device_refuses_is_asked_for_again() -> None:
+    """After a rest the cache takes what the device has, serves with that, and grows when there is more."""
+    bench = Bench(num_blocks=64)
+    bench.engine.rest(bench.now)
+    assert (bench.engine.snapshot().blocks_total, bench.engine.snapshot().blocks_idle) == (0, 64)
+    bench.executor.most_blocks = 20
+    bench.add(0, 64, max_tokens=20)
+    bench.add(1, 400, max_tokens=20)
+    while (0, 0) not in bench.finish:
+        bench.step()
+    assert 16 <= bench.engine.snapshot().blocks_total <= 20
+    assert bench.texts[1, 0] == []
+    bench.executor.most_blocks = 64
+    bench.run()
+    assert bench.engine.snapshot().blocks_total == 64
+    for id, length in ((0, 64), (1, 400)):
+        assert bench.texts[id, 0] == bench.expected(id, length, 20)
+
+
 def test_rows_whose_blocks_cannot_be_moved_are_computed_again() -> None:
     """A copy that fails costs time, and no request."""
     bench = Bench(num_blocks=64, prefix_caching=False)

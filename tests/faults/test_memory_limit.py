@@ -90,3 +90,23 @@ def test_a_new_worker_keeps_the_limit(limited: Server) -> None:
 def limited():  # type: ignore[no-untyped-def]
     with Server(*FLAGS).wait_ready() as server:
         yield server
+
+
+def test_an_idle_server_gives_its_cache_back() -> None:
+    """With --idle-release the worker's resident memory falls once nobody asks, and the next request has its text all
+    the same; a prompt that the cache can hold is not refused for it.
+    """
+    with Server(*FLAGS, "--dtype", "float32", "--idle-release", "0.5").wait_ready() as server:
+        text = server.text(PROMPTS[0], max_tokens=30)
+        for prompt in PROMPTS[1:]:
+            server.text(prompt, max_tokens=2)
+        deadline = time.monotonic() + 20
+        while not server.metric("surefoot:kv_blocks_idle"):
+            assert time.monotonic() < deadline, "it never rests"
+            time.sleep(0.05)
+        rested = server.worker().memory_info().rss
+        found = server.http.get("/memory", headers=ADMIN).json()
+        assert (found["kv"]["blocks"], found["kv"]["blocks_idle"]) == (0, found["kv"]["blocks_planned"])
+        assert server.text(PROMPTS[0], max_tokens=30) == text
+        assert server.worker().memory_info().rss > rested + 10 * MIB
+        assert server.metric("surefoot:requests_failed_total") == 0
