@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import Literal
 
+from surefoot.quantized import Packing
 from surefoot.types import Value
 
 Shape = tuple[int, ...]
@@ -96,6 +97,8 @@ class ModelSpec(Value, frozen=True):
     """Whose code computes the network. Of one that transformers computes, traits below say nothing but windows."""
     stored_parameters: int | None = None
     """Numbers in the checkpoint, where only they tell how large the network is."""
+    packing: Packing | None = None
+    """How the checkpoint packs the weights of its linear layers; None: not at all."""
     output_bias: bool = False
     """The projection of attention's output has a bias."""
     layout: Literal["apart", "gate_up", "fused", "chatglm"] = "apart"

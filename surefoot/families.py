@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from surefoot.architecture import GEMMA_NORMS, GLM4_NORMS, PRE_NORMS, Experts, ModelSpec, RopeScaling
+from surefoot.quantized import read_packing
 from surefoot.reading import Reader, read_json, token_count
 
 Fields = dict[str, Any]
@@ -37,10 +38,10 @@ def read_config(folder: Path) -> ModelSpec:
     name = architecture(config)
     if name not in FAMILIES:
         raise config.error(f"architectures is {config.values['architectures']}; supported are {', '.join(FAMILIES)}")
-    config.only("quantization_config", None, None)
+    packing = read_packing(config)
     if name == _WRAPPED:
         config = _gemma3_text(config)
-    fields: Fields = {"architecture": name, "wrapped": name == _WRAPPED} | FAMILIES[name](config)
+    fields: Fields = {"architecture": name, "wrapped": name == _WRAPPED, "packing": packing} | FAMILIES[name](config)
     return completed(folder, config, fields, _GLM4_ENDS if name in _GLM else ())
 
 

@@ -30,6 +30,7 @@ ROOT_MODULES = {
     "families",  # config.json of each family, through
     "gguf_spec",  # a GGUF file's metadata, through
     "generic",  # config.json of what transformers computes, through
+    "quantized",  # how it packs weights, through
     "reading",  # strict reads
 }
 FOLDERS = {

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -24,14 +24,18 @@ from torch import Tensor
 from surefoot import gguf
 from surefoot.checkpoint import Checkpoint
 from surefoot.errors import CheckpointError
+from surefoot.model import packed
 from surefoot.model.layout import gguf_names, ignored, stored_names, text_name
 from surefoot.model.quants import Bytes, unpack
+from surefoot.quantized import Packing
 from surefoot.spec import ModelSpec, read_json, tensor_shapes
 
 Progress = Callable[[int, int, str], None]
 """Called with bytes done, bytes in all and the name of the tensor just read."""
 
 _INDEX = "model.safetensors.index.json"
+_ITEM = {"F16": 2, "BF16": 2, "F8_E4M3": 1, "I8": 1, "U8": 1, "F64": 8, "I64": 8}
+"""Bytes of an element, where not 4."""
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DUMMY_STD = 0.02
 
@@ -144,22 +148,36 @@ def _checked(source: _Source, shapes: Mapping[str, tuple[int, ...]], spec: Model
 def _safetensors(folder: Path, spec: ModelSpec) -> _Source:
     """Tensors of a Hugging Face directory: of the files its index names, or of its only file."""
     index = folder / _INDEX
-    stored = _indexed(index, spec) if index.exists() else _shard(_only_file(folder), spec)
-    return _Source(stored, _opened, stored_names(spec), mapped=True)
+    found = _indexed(index, spec) if index.exists() else _shard(_only_file(folder), spec)
+    return _Source(list(_described(found, spec)), _opened, stored_names(spec), mapped=True)
 
 
-def _indexed(index: Path, spec: ModelSpec) -> list[_Stored]:
+class _Found(NamedTuple):
+    """One tensor of a safetensors file. `name` is without the prefixes of a multimodal model, `key` with them."""
+
+    name: str
+    key: str
+    kind: str
+    shape: tuple[int, ...]
+    file: Path
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * _ITEM.get(self.kind, 4)
+
+
+def _indexed(index: Path, spec: ModelSpec) -> list[_Found]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map is missing or empty.")
     files = sorted(set(weight_map.values()))
-    stored = [tensor for file in files for tensor in _shard(index.parent / file, spec)]
-    present = {(tensor.name, tensor.file.name) for tensor in stored}
+    found = [tensor for file in files for tensor in _shard(index.parent / file, spec)]
+    present = {(tensor.name, tensor.file.name) for tensor in found}
     for name, file in weight_map.items():
         if (text_name(name, spec), file) not in present:
             where = index.parent / file
             raise CheckpointError(f"{where}: tensor {name} is missing, though {_INDEX} says that it is there.")
-    return stored
+    return found
 
 
 def _only_file(folder: Path) -> Path:
@@ -184,18 +202,78 @@ def _opened(path: Path) -> Iterator[Any]:
         yield handle
 
 
-def _shard(path: Path, spec: ModelSpec) -> list[_Stored]:
+def _shard(path: Path, spec: ModelSpec) -> list[_Found]:
     with _opened(path) as handle:
-        return [_described(path, handle, name, spec) for name in handle.keys()]  # noqa: SIM118 - it is no mapping
+        found = []
+        for key in handle.keys():  # noqa: SIM118 - it is no mapping
+            about = handle.get_slice(key)
+            found.append(_Found(text_name(key, spec), key, about.get_dtype(), tuple(about.get_shape()), path))
+        return found
 
 
-def _described(path: Path, handle: Any, name: str, spec: ModelSpec) -> _Stored:
-    about, needed = handle.get_slice(name), text_name(name, spec)
-    kind, shape = about.get_dtype(), tuple(about.get_shape())
-    if kind not in _DTYPES and not ignored(needed, spec):
-        raise CheckpointError(f"{path}: tensor {name} has type {kind}; readable types are {', '.join(_DTYPES)}.")
-    nbytes = math.prod(shape) * _DTYPES.get(kind, torch.float32).itemsize
-    return _Stored(needed, shape, nbytes, path, lambda file: file.get_tensor(name))
+def _described(found: list[_Found], spec: ModelSpec) -> Iterator[_Stored]:
+    """Tensors as the network knows them: those that make one matrix together are one, those that nobody needs left."""
+    packing, needed = spec.packing, stored_names(spec)
+    packs = {} if packing is None else _packs(packing, found)
+    members = {part.name for parts in packs.values() for part in parts.values()}
+    if packing is not None:
+        yield from (_packed(packing, name, parts) for name, parts in packs.items())
+    for tensor in found:
+        stem, _, part = tensor.name.rpartition(".")
+        moot = f"{stem}.weight" in packs and (
+            part in packed.UNUSED or (tensor.name not in needed and part == "bias" and _empty(tensor))
+        )
+        if tensor.name not in members and not moot:
+            yield _plain(tensor, spec)
+
+
+def _plain(tensor: _Found, spec: ModelSpec) -> _Stored:
+    name, key, kind, shape, path = tensor
+    if kind not in _DTYPES and not ignored(name, spec):
+        raise CheckpointError(f"{path}: tensor {key} has type {kind}; readable types are {', '.join(_DTYPES)}.")
+    return _Stored(name, shape, tensor.nbytes, path, lambda file: file.get_tensor(key))
+
+
+def _packs(packing: Packing, found: list[_Found]) -> dict[str, dict[str, _Found]]:
+    """Name of a matrix → the tensors that make it."""
+    by_name = {tensor.name: tensor for tensor in found}
+    main, *others = packed.PARTS[packing.kind]
+    packs: dict[str, dict[str, _Found]] = {}
+    for tensor in found:
+        stem, _, part = tensor.name.rpartition(".")
+        if part != main or (packing.kind == "scaled" and tensor.kind not in ("F8_E4M3", "I8")):
+            continue
+        there = {other: by_name[f"{stem}.{other}"] for other in others if f"{stem}.{other}" in by_name}
+        if missing := [other for other in others if other not in there and other not in packed.OPTIONAL]:
+            raise CheckpointError(f"{tensor.file}: tensor {stem}.{missing[0]} is missing beside {tensor.name}.")
+        packs[f"{stem}.weight"] = {main: tensor, **there}
+    return packs
+
+
+def _packed(packing: Packing, name: str, parts: Mapping[str, _Found]) -> _Stored:
+    first = next(iter(parts.values()))
+    shape = packed.logical_shape(packing, {part: tensor.shape for part, tensor in parts.items()})
+    if isinstance(shape, str):
+        raise CheckpointError(f"{first.file}: tensor {first.name}: {shape}.")
+
+    def read(file: Any) -> Tensor:
+        return packed.dequantize(packing, {part: _tensor_of(tensor, first, file) for part, tensor in parts.items()})
+
+    return _Stored(name, shape, sum(tensor.nbytes for tensor in parts.values()), first.file, read)
+
+
+def _tensor_of(tensor: _Found, first: _Found, file: Any) -> Tensor:
+    """A part of a matrix, out of the opened `file` of its first part or out of another."""
+    if tensor.file == first.file:
+        return cast(Tensor, file.get_tensor(tensor.key))
+    with _opened(tensor.file) as other:
+        return cast(Tensor, other.get_tensor(tensor.key)).clone()
+
+
+def _empty(bias: _Found) -> bool:
+    """Whether it is all zeros: AutoGPTQ stores such a bias for every layer, whether the network has it or not."""
+    with _opened(bias.file) as file:
+        return not bool(file.get_tensor(bias.key).any())
 
 
 # ---- GGUF -----------------------------------------------------------------------------------------------------------
