@@ -40,6 +40,11 @@ class Resized(Protocol):
     @property
     def refusal(self) -> str | None: ...
 
+    @property
+    def least(self) -> int:
+        """Blocks that what is running needs."""
+        ...
+
 
 class Engine(Protocol):
     """Admits requests and tells how it is."""

@@ -114,9 +114,16 @@ class Memory:
         """
         if set(body) != {"limit"}:
             raise InvalidRequest('The body must be {"limit": SIZE}, such as {"limit": "24GiB"}.', param="limit")
-        answer = await self._engine.resize(_blocks(self._plan(), body["limit"]))
+        plan = self._plan()
+        asked = _blocks(plan, body["limit"])
+        answer = await self._engine.resize(asked)
         if answer.refusal is not None:
-            raise Overloaded(f"The cache stays at {answer.blocks} blocks: {answer.refusal}")
+            least = plan.fixed + (answer.least + 1) * plan.block_bytes
+            now = f"; the smallest limit now is {format_bytes(least)}" if asked < answer.least else ""
+            raise Overloaded(
+                f"The cache stays at {answer.blocks} blocks of {plan.block_size} tokens: {answer.refusal}{now}.",
+                retry_after=RETRY_AFTER,
+            )
         self._measured_at = -math.inf
         return self.report()
 

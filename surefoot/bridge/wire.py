@@ -122,6 +122,8 @@ class Resized(Message, frozen=True):
 
     blocks: int
     refusal: str | None = None
+    least: int = 0
+    """What is running needs so many."""
 
 
 class Fatal(Message, frozen=True):

@@ -188,8 +188,9 @@ def run(
             if isinstance(message, wire.Resize):
                 events, refusal = engine.fit(message.blocks, clock())
                 reporter.report(events)
-                connection.send(wire.Resized(blocks=engine.snapshot().blocks_total, refusal=refusal))
-                log.info("KV cache resized", blocks=engine.snapshot().blocks_total, asked=message.blocks, why=refusal)
+                blocks = engine.snapshot().blocks_total
+                connection.send(wire.Resized(blocks=blocks, refusal=refusal, least=engine.least_blocks))
+                log.info("KV cache resized", blocks=blocks, asked=message.blocks, why=refusal)
                 continue
             obey(engine, message, clock())
         busy = busy or engine.has_work

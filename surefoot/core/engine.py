@@ -135,11 +135,19 @@ class Engine:
     def fit(self, blocks: int, now: float) -> tuple[list[Event], str | None]:
         """Have `blocks` KV blocks, and memory for no more: (what happened meanwhile, why there is not enough for them).
 
-        Going down rows give up blocks before the memory goes; going up the memory has to be there first.
+        Going down rows give up blocks before the memory goes; going up the memory has to be there first. What has begun
+        is not left without the blocks that it needs (`least_blocks`).
         """
+        if blocks < self.least_blocks:
+            return [], f"a request that has begun needs {self.least_blocks}"
         events, refusal = self._hold(blocks, now)
         self._wanted, self._resting = self._scheduler.pool.capacity, False
         return events, refusal
+
+    @property
+    def least_blocks(self) -> int:
+        """The fewest that `fit` takes now."""
+        return self._scheduler.least_blocks
 
     def rest(self, now: float) -> None:
         """With no work: give back the memory of all KV blocks, cached prefixes too. The next work takes it again."""

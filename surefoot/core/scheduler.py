@@ -60,6 +60,12 @@ class Scheduler:
     def runs(self, key: Key) -> bool:
         return key in self.running
 
+    @property
+    def least_blocks(self) -> int:
+        """Blocks without which the longest sequence that has begun cannot go on."""
+        begun = (each for each in self._sequences.values() if each.running or each.emitted)
+        return max((self._blocks(len(each.tokens)) for each in begun), default=0)
+
     def take_events(self) -> list[Event]:
         """Events since the last call, in order."""
         events, self._events = self._events, []

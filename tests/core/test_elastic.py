@@ -58,6 +58,20 @@ def test_cached_prefixes_make_way_before_rows_do() -> None:
     assert bench.texts[1, 0] == bench.expected(1, 64, 20)
 
 
+def test_what_runs_is_not_left_without_its_blocks() -> None:
+    """A size below what one running sequence needs is refused, with the least that can be, and that is taken."""
+    bench = Bench(num_blocks=64)
+    bench.add(0, 160, max_tokens=20)
+    bench.step()
+    events, refusal = bench.engine.fit(10, bench.now)
+    assert (events, refusal) == ([], "a request that has begun needs 11")
+    assert (bench.engine.snapshot().blocks_total, bench.engine.least_blocks) == (64, 11)
+    shrink(bench, 11)
+    bench.engine.fit(64, bench.now)
+    bench.run()
+    assert bench.texts[0, 0] == bench.expected(0, 160, 20)
+
+
 def test_what_the_device_refuses_is_asked_for_again() -> None:
     """After a rest the cache takes what the device has, serves with that, and grows when there is more."""
     bench = Bench(num_blocks=64)

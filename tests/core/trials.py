@@ -188,7 +188,9 @@ class Trial:
         self.executor.moves = self.random.random() < 0.8
         self.forced = not self.executor.moves
         events, refusal = self.engine.fit(capacity, self.now)
-        assert refusal is None
+        if refusal is not None:
+            assert capacity < self.engine.least_blocks, refusal
+            events = self.engine.resize(capacity, self.now)  # as a device does that has no more
         self.take(events)
         self.forced = False
 

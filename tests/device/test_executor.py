@@ -29,6 +29,16 @@ def test_chunking_changes_no_bit(tiny: Driver, chunk: int) -> None:
     assert tiny.generate([whole], 4) == tiny.generate([cut], 4, chunk)
 
 
+def test_only_what_is_sampled_meets_the_output_projection(tiny: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a prompt, the logits of its steps have no row for tokens that are not sampled."""
+    runner, rows = tiny.device.executor.runner, []  # type: ignore[attr-defined]
+    project = runner.network.logits
+    monkeypatch.setattr(runner.network, "logits", lambda hidden: rows.append(len(hidden)) or project(hidden))
+    tiny.generate([tiny.sequence(prompt(511)), tiny.sequence(prompt(300))], 3, 100)
+    assert rows
+    assert max(rows) <= 2
+
+
 def test_batching_changes_no_bit(tiny: Driver) -> None:
     """Sequences of every length, alone and all together, yield the same bits."""
     lengths = LENGTHS
