@@ -34,7 +34,9 @@ ModelName = Annotated[
 ]
 Dtype = Annotated[Text, _option(MODEL, "auto (what this device is fast at), float32, bfloat16 or float16.", "TYPE")]
 Device = Annotated[Text, _option(MODEL, "auto, cpu or cuda.", "DEVICE")]
-Quantization = Annotated[Text, _option(MODEL, "none, or int8: weights of 8 bits per channel, faster decoding.", "KIND")]
+Quantization = Annotated[
+    Text, _option(MODEL, "none, int8 or fp8 (GPUs only): hold weights in 8 bits per channel.", "KIND")
+]
 ModelImpl = Annotated[
     Text, _option(MODEL, "surefoot, transformers (any causal model of it), or auto: ours where there is one.", "WHOSE")
 ]
@@ -160,6 +162,15 @@ def serve(
     ] = None,
     while_restarting: Annotated[
         Text, _option(SERVER, "New requests, while a worker is replaced: wait (default) or refuse (503).", "WHAT")
+    ] = None,
+    sleep_after: Annotated[
+        Text,
+        _option(
+            SERVER, "Seconds without requests until all memory is given back, weights too (default: never).", "SECONDS"
+        ),
+    ] = None,
+    while_sleeping: Annotated[
+        Text, _option(SERVER, "New requests, while the server sleeps: wake it (default) or refuse (503).", "WHAT")
     ] = None,
     dtype: Dtype = None,
     device: Device = None,

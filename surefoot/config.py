@@ -50,7 +50,7 @@ class EngineConfig(Value, frozen=True, kw_only=True):
     device: str = "auto"
     """auto | cpu | cuda"""
     quantization: str = "none"
-    """none | int8"""
+    """none | int8 | fp8 (GPUs only): what linear layers hold their weights in"""
     model_impl: str = "auto"
     """auto (ours, else transformers') | surefoot | transformers: whose code computes the network"""
     load_format: str = "auto"
@@ -109,4 +109,8 @@ class ServerConfig(Value, frozen=True, kw_only=True):
     """Folder for a record of each worker's death; without prompts and texts."""
     while_restarting: str = "wait"
     """wait (new requests wait for the next worker) | refuse (they get a 503)"""
+    sleep_after: float | None = None
+    """Seconds without requests after which the worker is ended, and all its memory goes back, until there is one."""
+    while_sleeping: str = "wake"
+    """wake (a request starts the worker again, and waits for it) | refuse (it gets a 503)"""
     log_level: str = "info"

@@ -158,13 +158,15 @@ def parameters(spec: ModelSpec) -> tuple[int, int]:
 
 
 def weight_bytes(spec: ModelSpec, *, device: str, dtype: str, quantization: str) -> int:
-    """Weights as they lie in memory: on CPU a repacked output projection lies beside a tied embedding."""
+    """Weights as they lie in memory: on CPU a repacked output projection lies beside a tied embedding, and codes of 8
+    bits beside float32; on a GPU codes are all there is of a linear layer, and some are unpacked at a time."""
     linear, other = parameters(spec)
     item = _ITEM[dtype]
-    shared = spec.tie_word_embeddings and (device != "cpu" or dtype != "float32")
-    if shared:
-        linear -= spec.vocab_size * spec.hidden_size
     rotations = spec.max_position * spec.head_dim * 4
+    if device != "cpu" and quantization != "none":
+        return linear + other * item + rotations + 64 * MIB
+    if spec.tie_word_embeddings and (device != "cpu" or dtype != "float32"):
+        linear -= spec.vocab_size * spec.hidden_size
     return (linear + other) * item + (linear if quantization == "int8" else 0) + rotations
 
 

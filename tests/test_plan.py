@@ -54,6 +54,14 @@ def test_defaults() -> None:
     assert (gpu.budget, gpu.max_num_batched_tokens, gpu.max_num_seqs, gpu.block_size) == (19 * GIB, 2048, 256, 128)
 
 
+def test_a_gpu_holds_eight_bits_alone() -> None:
+    """106.2 M numbers of layers and 28.3 M of the projection in a byte each, the embedding in two; 64 MiB unpacked."""
+    for kind in ("int8", "fp8"):
+        plan = fit(EngineConfig(quantization=kind), device="cuda", dtype="bfloat16")
+        assert plan.weights == pytest.approx(134_479_872 + 28_346_688 * 2 + 64 * MIB, rel=0.02)
+        assert plan.dtype == f"bfloat16 + {kind}"
+
+
 def test_a_cpu_holds_the_output_projection_twice() -> None:
     """In float32 on CPU the repacked projection lies beside the embedding: 134.5 M numbers, and 28.3 M again."""
     assert fit().weights == pytest.approx((134_515_008 + 28_311_552) * 4, rel=0.01)

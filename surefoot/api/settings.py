@@ -103,7 +103,7 @@ ENGINE: dict[str, Setting] = {
     "model": Setting(_text),
     "dtype": Setting(_choice("auto", "float32", "bfloat16", "float16")),
     "device": Setting(_choice("auto", "cpu", "cuda")),
-    "quantization": Setting(_choice("none", "int8")),
+    "quantization": Setting(_choice("none", "int8", "fp8")),
     "model_impl": Setting(_choice("auto", "surefoot", "transformers")),
     "load_format": Setting(_choice("auto", "dummy")),
     "trust_remote_code": Setting(_flag),
@@ -141,6 +141,8 @@ SERVER: dict[str, Setting] = {
     "restart_window": Setting(_real(1.0, 86_400.0)),
     "incident_dir": Setting(_text),
     "while_restarting": Setting(_choice("wait", "refuse")),
+    "sleep_after": Setting(_real(0.0, 31_536_000.0)),
+    "while_sleeping": Setting(_choice("wake", "refuse")),
     "log_level": _log_level,
 }
 SETTINGS = ENGINE | SERVER

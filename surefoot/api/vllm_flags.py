@@ -39,6 +39,7 @@ SPELLINGS: Final[Mapping[str, Mapping[str, str | None]]] = {
               "torch.float32": "float32"},
     "load_format": {"safetensors": "auto", "hf": "auto", "gguf": "auto"},
     "model_impl": {"vllm": "surefoot"},
+    "quantization": dict.fromkeys(("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors"), None),
     "max_model_len": {"-1": None, "auto": None},
     "generation_config": {"vllm": "none"},
 }  # fmt: skip
@@ -118,7 +119,7 @@ TABLE: Final[Mapping[str, Moot | Only]] = {
     "max_seq_len_to_capture": Moot(8192, _GRAPHS),
     "max_context_len_to_capture": Moot(None, _GRAPHS),
     "scheduling_policy": Only("fcfs", "requests are served in the order of arrival", ("priority",)),
-    "enable_sleep_mode": Only(False, "a server does not sleep"),
+    "enable_sleep_mode": Moot(False, "any server can sleep: POST /sleep, with an admin key"),
     # the API
     "max_logprobs": Only(20, "requests may ask for 20"),
     "chat_template_content_format": Only("auto", "parts of text are joined for the template", ("string",)),

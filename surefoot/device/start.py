@@ -170,17 +170,24 @@ def choose_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) ->
     """`auto` is what the device is fast at: on a GPU the checkpoint's 16 bits (bfloat16 for a float32 checkpoint); on a
     CPU float32, unless it multiplies the checkpoint's bfloat16 in hardware.
 
-    Raises ConfigError for a name that is no dtype, and for int8 weights with anything but float32 on a CPU.
+    Raises ConfigError for a name that is no dtype, and for weights of 8 bits that go with none here.
     """
     names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if config.dtype != "auto" and config.dtype not in names:
         raise ConfigError(f"dtype: {config.dtype!r} is none of auto, {', '.join(names)}.")
-    if config.quantization not in ("none", "int8"):
-        raise ConfigError(f"quantization: {config.quantization!r} is neither none nor int8.")
     dtype = names[config.dtype] if config.dtype != "auto" else _fast_dtype(config, spec, device)
-    if config.quantization == "int8" and (dtype != torch.float32 or device.type != "cpu"):
-        raise ConfigError("quantization: int8 weights go with device cpu and dtype float32 for now.")
+    _check_quantization(config.quantization, dtype, device)
     return dtype
+
+
+def _check_quantization(kind: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ConfigError where there is no layer for weights of this kind."""
+    if kind not in ("none", "int8", "fp8"):
+        raise ConfigError(f"quantization: {kind!r} is none of none, int8, fp8.")
+    if kind != "none" and device.type == "cpu" and (kind == "fp8" or dtype != torch.float32):
+        raise ConfigError("quantization: on a CPU weights are int8, with dtype float32; fp8 is for GPUs.")
+    if kind == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise ConfigError("quantization: fp8 needs a GPU of sm89 or later; int8 works on this one.")
 
 
 def _fast_dtype(config: EngineConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:

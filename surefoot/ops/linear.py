@@ -4,7 +4,8 @@ On CPU a float32 weight is repacked once into oneDNN's blocked layout. That prod
 bitwise the same for a row alone and inside any batch, which `torch.nn.functional.linear` is not.
 
 With int8 weights (symmetric, one scale per output channel) the few rows of a decode step are bound by reading weights
-and take the int8 kernel; more rows are bound by arithmetic and take the float32 copy of the same rounded weights.
+and take the int8 kernel; more rows are bound by arithmetic and take the float32 copy of the same rounded weights. Those of
+a GPU are in `scaled_linear`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from surefoot.ops.scaled_linear import ScaledLinear
 
 INT8_MAX_ROWS = 12
 """Above this many rows the prepacked float32 product is faster than the int8 kernel (measured with AVX2)."""
@@ -123,9 +126,11 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def make_linear(weight: Tensor, bias: Tensor | None = None, *, quantization: str = "none") -> Linear:
-    """The fastest layer for this weight's device and dtype; `quantization` is none or int8 (CPU only)."""
+    """The fastest layer for this weight's device and dtype; `quantization` is none, int8, or on a GPU fp8."""
     if weight.device.type == "cpu" and weight.dtype == torch.float32:
         return Int8Linear(weight, bias) if quantization == "int8" else PackedLinear(weight, bias)
+    if weight.is_cuda and quantization in ("int8", "fp8"):
+        return ScaledLinear(weight, bias, kind="int8" if quantization == "int8" else "fp8")
     if weight.is_cuda:
         return CudaLinear(weight, bias)
     return PlainLinear(weight, bias)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,16 +15,8 @@ from surefoot.config import EngineConfig
 from surefoot.device.start import open_device
 from tests.device.driver import Driver
 
-# Lewis Carroll, Alice's Adventures in Wonderland (1865), public domain.
-TEXT = (
-    "Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do: once or "
-    "twice she had peeped into the book her sister was reading, but it had no pictures or conversations in it, “and "
-    "what is the use of a book,” thought Alice “without pictures or conversations?” So she was considering in her own "
-    "mind (as well as she could, for the hot day made her feel very sleepy and stupid), whether the pleasure of making "
-    "a daisy-chain would be worth the trouble of getting up and picking the daisies, when suddenly a White Rabbit with "
-    "pink eyes ran close by her. There was nothing so very remarkable in that; nor did Alice think it so very much out "
-    "of the way to hear the Rabbit say to itself, “Oh dear! Oh dear! I shall be late!”"
-)
+TEXT = Path(__file__).parents[1] / "data" / "alice.txt"
+"""The beginning of Lewis Carroll, Alice's Adventures in Wonderland (1865), public domain."""
 
 
 def embedded(quantization: str) -> Driver:
@@ -39,10 +32,14 @@ def perplexity(driver: Driver, tokens: list[int], rows: int) -> float:
 
 @pytest.mark.slow
 def test_int8_costs_less_than_a_percent_of_perplexity() -> None:
-    """Eight bits per weight cost under 1 % of perplexity, by the int8 kernel and by the float32 copy alike."""
-    tokens = list(load_tokenizer(checkpoints.find("smollm2")).encode(TEXT))
-    exact = perplexity(embedded("none"), tokens, 64)
+    """Over 1,000 tokens eight bits per weight cost under 1 %; by the int8 kernel, of few rows, over the first 200."""
+    tokens = list(load_tokenizer(checkpoints.find("smollm2")).encode(TEXT.read_text()))
+    assert len(tokens) > 1000
+    driver = embedded("none")
+    exact, exact_few = (perplexity(driver, part, 512) for part in (tokens, tokens[:200]))
+    assert 5 < exact < 40, "text that the model finds neither easy nor strange"
+    del driver
     gc.collect()
     int8 = embedded("int8")
-    for rows in (8, 64):
-        assert perplexity(int8, tokens, rows) < exact * 1.01
+    assert perplexity(int8, tokens, 512) < exact * 1.01
+    assert perplexity(int8, tokens[:200], 8) < exact_few * 1.01
