@@ -3,9 +3,9 @@
 On CPU a float32 weight is repacked once into oneDNN's blocked layout. That product is the fastest float path there and
 bitwise the same for a row alone and inside any batch, which `torch.nn.functional.linear` is not.
 
-With int8 weights (symmetric, one scale per output channel) the few rows of a decode step are bound by reading weights
-and take the int8 kernel; more rows are bound by arithmetic and take the float32 copy of the same rounded weights. Those of
-a GPU are in `scaled_linear`.
+On CPU, int8 weights (symmetric, one scale per output channel) take the int8 kernel for the few rows of a decode step,
+which are bound by reading weights; more rows are bound by arithmetic and take the float32 copy of the same rounded
+weights. What a GPU does with 8 bits is in `scaled_linear`.
 """
 
 from __future__ import annotations
