@@ -35,8 +35,8 @@ def read_gguf(header: gguf.Header) -> ModelSpec:
     """The spec of a GGUF file. Raises CheckpointError naming file and key for what is missing or not supported."""
     data = Reader(header.path, header.metadata)
     architecture = data.get("general.architecture", str)
-    if architecture not in _FAMILIES:
-        supported = ", ".join(map(repr, _FAMILIES))
+    if architecture not in FAMILIES:
+        supported = ", ".join(map(repr, FAMILIES))
         raise data.error(f"the architecture is {architecture!r}; supported are {supported}")
     if (parts := data.get("split.count", int, 1)) > 1:
         raise data.error(f"this is one of {parts} parts; merge them into one file (llama-gguf-split --merge)")
@@ -53,7 +53,7 @@ def read_gguf(header: gguf.Header) -> ModelSpec:
         "bos_token_id": next(iter(data.token_ids("tokenizer.ggml.bos_token_id")), None),
         "dtype": _dtype(header),
     }
-    return checked(ModelSpec(**fields | _FAMILIES[architecture](file)), data)
+    return checked(ModelSpec(**fields | FAMILIES[architecture](file)), data)
 
 
 # ---- families -------------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def _glm4(file: _File) -> Fields:
     return _chatglm(file) | {"architecture": "Glm4ForCausalLM", "norms": GLM4_NORMS}
 
 
-_FAMILIES: Mapping[str, Callable[[_File], Fields]] = {
+FAMILIES: Mapping[str, Callable[[_File], Fields]] = {
     "llama": _llama,
     "smollm3": _smollm3,
     "qwen2": _qwen2,

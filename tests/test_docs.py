@@ -12,7 +12,7 @@ import typer
 
 import surefoot
 from scripts import settings_page, vllm_page
-from surefoot import cli, errors
+from surefoot import cli, errors, families, gguf, gguf_spec
 from surefoot.api.openai import ChatRequest, CompletionRequest, Schema
 from surefoot.faults import ACTIONS, Faults
 
@@ -103,3 +103,12 @@ def test_every_field_of_a_request_has_its_row(schema: type[Schema]) -> None:
     """docs/api.md names each field of the generating endpoints."""
     page = text("docs/api.md")
     assert [name for name in schema.model_fields if f"`{name}`" not in page] == []
+
+
+def test_models_are_all_listed() -> None:
+    """docs/models.md names each architecture of directories and of GGUF files, and each type of GGUF tensors."""
+    page = text("docs/models.md")
+    for name in (*families.FAMILIES, *gguf_spec.FAMILIES):
+        assert f"`{name}`" in page, name
+    for kind in gguf.BLOCKS:
+        assert kind in page, kind
