@@ -60,6 +60,7 @@ def create_app(
         max_preparing=config.max_queued_requests,
         defaults=defaults,
         refuse_while_restarting=config.while_restarting == "refuse",
+        refuse_while_sleeping=config.while_sleeping == "refuse",
         patience=Patience(whole=config.request_timeout, first_token=config.first_token_timeout),
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
@@ -108,6 +109,9 @@ class Api:
             ("/drain", self.drain, post, None),
             ("/memory", self.memory, get, None),
             ("/memory", self.limit_memory, post, None),
+            ("/sleep", self.sleep, post, None),
+            ("/wake_up", self.wake_up, post, None),
+            ("/is_sleeping", self.is_sleeping, get, None),
             ("/version", self.version, get, None),
             ("/metrics", self.metrics, get, None),
         ):
@@ -191,10 +195,10 @@ class Api:
         return JsonResponse({"status": "ready"})
 
     async def health(self) -> Response:
-        """200 while the engine runs, draining included; else 503."""
-        if not self._engine.alive:
+        """200 while the engine runs, draining included, or sleeps; else 503."""
+        if not (self._engine.alive or self._engine.sleeping):
             raise Overloaded("The engine is not running.")
-        return JsonResponse({"status": "ok"})
+        return JsonResponse({"status": "sleeping" if self._engine.sleeping else "ok"})
 
     async def drain(self) -> Response:
         """Refuse new requests from now on, and answer when the running ones are done, or after --drain-timeout."""
@@ -208,6 +212,20 @@ class Api:
     async def limit_memory(self, request: Request) -> Response:
         """Hold the server to a new limit, `{"limit": "24GiB"}`; running requests go on."""
         return JsonResponse(await self._serving.memory.limit(await read_json_object(request, limit=1 << 16)))
+
+    async def sleep(self) -> Response:
+        """Give back all memory of the device, until a request comes or /wake_up is called."""
+        await self._engine.sleep()
+        return JsonResponse({"is_sleeping": True})
+
+    async def wake_up(self) -> Response:
+        """Load the model again, and answer when that is done."""
+        await self._engine.wake()
+        return JsonResponse({"is_sleeping": False})
+
+    async def is_sleeping(self) -> Response:
+        """Whether the server sleeps."""
+        return JsonResponse({"is_sleeping": self._engine.sleeping})
 
     async def version(self) -> Response:
         """The server's version."""

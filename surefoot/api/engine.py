@@ -88,6 +88,19 @@ class Engine(Protocol):
         """Have memory for so many KV blocks and no more. Raises RequestError."""
         ...
 
+    @property
+    def sleeping(self) -> bool:
+        """True while the worker is gone on purpose; the next request wakes it."""
+        ...
+
+    async def sleep(self) -> None:
+        """Give back all that the worker holds of the device. Raises Overloaded while requests are in flight."""
+        ...
+
+    async def wake(self) -> None:
+        """Start a worker again and wait for it. Raises EngineFailure."""
+        ...
+
     async def drain(self, seconds: float) -> bool:
         """Refuse new requests for good and wait for the running ones; True if all finished within `seconds`."""
         ...

@@ -20,7 +20,7 @@ from surefoot.errors import EngineFailure, RequestError, Unauthorized
 
 OPEN_PATHS: Final = frozenset({"/health", "/health/live", "/health/ready"})
 """Probes carry no key."""
-ADMIN_PATHS: Final = frozenset({"/drain", "/memory"})
+ADMIN_PATHS: Final = frozenset({"/drain", "/memory", "/sleep", "/wake_up"})
 """What changes the server for everybody; only an admin key opens it, and without one it is closed."""
 CLIENT_CLOSED: Final = 499
 """Counted where the client left before there was an answer."""

@@ -19,8 +19,9 @@ import msgspec
 from surefoot import checkpoint
 from surefoot.api.detok import Detokenizer
 from surefoot.api.tokenizer import Tokenizer, load_tokenizer
-from surefoot.bridge.client import EngineClient, Policy
+from surefoot.bridge.client import EngineClient
 from surefoot.bridge.handle import RequestHandle
+from surefoot.bridge.policy import Policy
 from surefoot.config import EngineConfig
 from surefoot.errors import EngineFailure, InvalidRequest
 from surefoot.grammar import Compiler, GrammarError

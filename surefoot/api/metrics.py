@@ -158,7 +158,8 @@ class _EngineCollector(Collector):
         usage = snapshot.blocks_used / limits.num_blocks if limits.num_blocks else 0.0
         yield self._gauge("vllm:kv_cache_usage_perc", "Used share of the KV cache, 0 to 1.", usage)
         yield self._gauge("vllm:gpu_cache_usage_perc", "Older name of kv_cache_usage_perc.", usage)
-        ready = self._engine.alive and not self._engine.draining and not self._engine.stalled
+        yield self._gauge("surefoot:sleeping", "1 while the worker is gone on purpose.", self._engine.sleeping)
+        ready = (self._engine.alive or self._engine.sleeping) and not self._engine.draining and not self._engine.stalled
         yield self._gauge("surefoot:ready", "1 if new requests are served.", ready)
         yield self._counter("surefoot:worker_restarts", "Workers that died and were replaced.", self._engine.restarts)
         labels = ("block_size", "num_gpu_blocks", "engine")

@@ -29,7 +29,8 @@ from surefoot import checkpoint
 from surefoot.api.connection import BoundedProtocol
 from surefoot.api.progress import loading_bar
 from surefoot.bridge import logs
-from surefoot.bridge.client import EngineClient, Policy
+from surefoot.bridge.client import EngineClient
+from surefoot.bridge.policy import Policy
 from surefoot.config import EngineConfig, ServerConfig
 from surefoot.errors import ConfigError, Overloaded, StartupError, WorkerLost
 from surefoot.spec import GenerationDefaults, read_generation_defaults
@@ -219,7 +220,8 @@ class Server:
         return client
 
     def _policy(self) -> Policy:
-        names = ("max_queued_requests", "max_queued_tokens", "max_restarts", "restart_window", "incident_dir")
+        names = ("max_queued_requests", "max_queued_tokens", "max_restarts", "restart_window", "incident_dir",
+                 "sleep_after")  # fmt: skip
         return Policy(**{name: getattr(self._server, name) for name in names})
 
     def _prepare_app(self) -> Callable[[EngineClient], ASGIApp]:

@@ -57,12 +57,14 @@ class Serving:
         max_preparing: int,
         defaults: GenerationDefaults,
         refuse_while_restarting: bool = False,
+        refuse_while_sleeping: bool = False,
         patience: Patience = Patience(),
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
     ) -> None:
         self._patience = patience
         self._refuse_while_restarting = refuse_while_restarting
+        self._refuse_while_sleeping = refuse_while_sleeping
         self.engine, self.tokenizer, self.metrics = engine, tokenizer, metrics
         self.memory = Memory(engine)
         self.names = tuple(names)
@@ -83,12 +85,17 @@ class Serving:
             raise Overloaded("The server is shutting down and takes no new requests.", retry_after=RETRY_AFTER)
         if self.engine.lost:
             raise Overloaded("The engine is not running.", retry_after=RETRY_AFTER)
-        if self._refuse_while_restarting:
+        if self.engine.sleeping:
+            if self._refuse_while_sleeping:
+                raise Overloaded(
+                    "The server sleeps. POST /wake_up, with an admin key, wakes it.", retry_after=RETRY_AFTER
+                )
+        elif self._refuse_while_restarting:
             self.check_worker()
 
     def check_worker(self) -> None:
         """Raises Overloaded where there is no worker just now."""
-        if not self.engine.alive:
+        if not (self.engine.alive or self.engine.sleeping):
             raise Overloaded("The engine's worker died and is being replaced.", retry_after=RETRY_AFTER)
 
     def check_model(self, model: str | None) -> str:

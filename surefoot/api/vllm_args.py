@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final, Self
 
 from surefoot.api import settings, vllm_flags
-from surefoot.bridge.client import Policy
+from surefoot.bridge.policy import Policy
 from surefoot.checkpoint import EMBEDDED
 from surefoot.config import EngineConfig, ServerConfig
 from surefoot.errors import ConfigError

@@ -13,7 +13,6 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -21,6 +20,7 @@ from surefoot import errors
 from surefoot.bridge import incident, supervisor, wire
 from surefoot.bridge.handle import RequestHandle
 from surefoot.bridge.link import Link, Progress, Worker
+from surefoot.bridge.policy import Policy
 from surefoot.bridge.suspicion import Suspicion
 from surefoot.bridge.watch import STALL_SECONDS, Watch
 from surefoot.config import EngineConfig
@@ -35,20 +35,6 @@ RESIZE_SECONDS = 30.0
 """How long a change of the cache's size may take to be answered: a step, or a worker's start."""
 MAX_BACK_OFF = 10.0
 """Longest pause in seconds before a worker is started after one that died without having served."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Policy:
-    """What the client admits, and how often it starts a worker anew."""
-
-    max_queued_requests: int = 1024
-    max_queued_tokens: int = 1 << 20
-    max_restarts: int = 0
-    """Workers that are replaced within `restart_window` seconds before the server gives up."""
-    restart_window: float = 300.0
-    startup_timeout: float = 600.0
-    incident_dir: str | None = None
-    """Folder for a record of each death (`bridge.incident`)."""
 
 
 class EngineClient:
@@ -78,7 +64,11 @@ class EngineClient:
         self._resizing: list[asyncio.Future[wire.Resized]] = []
         self._vocabulary: Vocabulary | None = None
         self._watch = Watch(asyncio.get_running_loop().time)
+        self._sleep: asyncio.Event | None = None  # while the worker is gone on purpose; set when it is to come back
+        self._bedtime: asyncio.TimerHandle | None = None
+        self._nap: asyncio.Task[None] | None = None
         self._life = asyncio.create_task(self._live())
+        self._plan_sleep()
 
     # ---- life -------------------------------------------------------------------------------------------------------
 
@@ -131,11 +121,14 @@ class EngineClient:
             if self._stopping:
                 await link.close()
                 continue
-            await link.reap()
-            death = link.death(cause or self._watch.verdict)
-            self._autopsy(link, death)
-            await link.close()
-            await self._replace(death)
+            try:
+                await link.reap()
+                death = link.death(cause or self._watch.verdict)
+                if self._sleep is None:
+                    self._autopsy(link, death)
+            finally:
+                await link.close()
+            await (self._replace(death) if self._sleep is None else self._slept(self._sleep))
 
     async def _hear(self, link: Link) -> str:
         """Dispatch what the worker says until it is gone; returns what went wrong here, if anything did."""
@@ -203,11 +196,15 @@ class EngineClient:
             await asyncio.sleep(min(MAX_BACK_OFF, 0.25 * 2**self._fruitless) if self._fruitless else 0.0)
             self._fruitless += 1
             try:
-                link = await Link.open(self._spawn, self._config, None, patience=self._policy.startup_timeout)
+                await self._open()
             except StartupError as error:
                 death = f"A new worker could not be started: {error.message}"
                 continue
-            break
+            return
+
+    async def _open(self) -> None:
+        """Start a worker and give it what the one before had. Raises StartupError."""
+        link = await Link.open(self._spawn, self._config, None, patience=self._policy.startup_timeout)
         self._link, self.info = link, link.info
         self._watch.heard(link.worker)
         if self._vocabulary is not None:
@@ -215,6 +212,7 @@ class EngineClient:
         if self._blocks is not None:
             link.send(wire.Resize(blocks=self._blocks))
         log.warning("a new worker is ready; %d requests go on", len(self._handles))
+        self._plan_sleep()
         held = self._suspicion.held
         self._go_on(handle for handle in self._handles.values() if handle.id not in held)
 
@@ -231,6 +229,55 @@ class EngineClient:
         self._lost = death
         self._fail_all(EngineFailure(death))
         self._lost_news.set()
+
+    # ---- sleep ------------------------------------------------------------------------------------------------------
+
+    @property
+    def sleeping(self) -> bool:
+        """True from the moment that a worker was ended on purpose until another one is ready."""
+        return self._sleep is not None
+
+    async def sleep(self) -> None:
+        """End the worker: all that it holds of the device goes back, a GPU's context too. The next request wakes it.
+
+        Raises Overloaded while requests are in flight or a worker is being replaced.
+        """
+        if self._sleep is not None:
+            return
+        if self._handles or self._link is None:
+            why = f"{len(self._handles)} requests are in flight" if self._handles else "a worker is being started"
+            raise Overloaded(f"The server cannot sleep now: {why}.", retry_after=RETRY_AFTER)
+        self._sleep, link = asyncio.Event(), self._link
+        link.send(wire.Stop())
+        await link.reap()
+        log.info("the worker sleeps: its memory is given back")
+
+    async def wake(self) -> None:
+        """Start a worker again and wait until it is ready. Raises EngineFailure where none will come."""
+        while self._sleep is not None:
+            self._sleep.set()
+            await asyncio.sleep(0.01)
+        if self._lost is not None:
+            raise EngineFailure(self._lost)
+
+    async def _slept(self, wake: asyncio.Event) -> None:
+        """The worker ended on purpose: wait until it is wanted, and start another."""
+        self._before, self._snapshot = self.snapshot, _first(self.info)
+        await wake.wait()
+        try:
+            await self._open()
+        except StartupError as error:
+            await self._replace(f"The worker could not be woken: {error.message}")
+        self._sleep = None
+
+    def _plan_sleep(self) -> None:
+        """Sleep when nobody has asked for long enough."""
+        if self._policy.sleep_after is not None and not self._handles:
+            self._bedtime = asyncio.get_running_loop().call_later(self._policy.sleep_after, self._fall_asleep)
+
+    def _fall_asleep(self) -> None:
+        self._nap = asyncio.create_task(self.sleep())
+        self._nap.add_done_callback(lambda nap: nap.cancelled() or nap.exception())  # it was not the time
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
@@ -325,6 +372,10 @@ class EngineClient:
         request = Request(id=next(self._ids), prompt=wire.pack_ids(prompt), params=params, priority=priority, salt=salt)
         if not self._handles:
             self._watch.begin()
+        if self._bedtime is not None:
+            self._bedtime.cancel()
+        if self._sleep is not None:
+            self._sleep.set()
         handle = self._handles[request.id] = RequestHandle(request, self._dropped)
         if self._link is not None:
             self._link.send(wire.Add(request=request))
@@ -357,6 +408,7 @@ class EngineClient:
             self._release_suspects()
         if not self._handles:
             self._idle.set()
+            self._plan_sleep()
 
     def _release_suspects(self) -> None:
         """Those on trial were cleared: the next ones go on, unless a worker that is to come will be given them."""

@@ -96,7 +96,7 @@ class FakeEngine:
         self.handles: list[FakeHandle] = []
         self.snapshot = Snapshot(running=3, waiting=2, blocks_total=100, blocks_used=25, preemptions=7, steps_oom=4)
         self.draining = False
-        self.alive, self.stalled = True, False
+        self.alive, self.stalled, self.sleeping = True, False, False
         self.lost, self.restarts = False, 0
 
     worker_pid = None
@@ -104,6 +104,12 @@ class FakeEngine:
     async def resize(self, blocks: int) -> Resized:
         self.snapshot = replace(self.snapshot, blocks_total=blocks)
         return Resized(blocks=blocks)
+
+    async def sleep(self) -> None:
+        self.alive, self.sleeping = False, True
+
+    async def wake(self) -> None:
+        self.alive, self.sleeping = True, False
 
     async def drain(self, seconds: float) -> bool:
         self.draining = True

@@ -123,3 +123,28 @@ def test_measurements_are_shared_by_those_who_are_refused(planned: FakeEngine, m
     for _ in range(1000):
         memory.numbers(10)
     assert len(reads) <= 2
+
+
+@pytest.mark.parametrize(("while_sleeping", "status"), [("wake", 200), ("refuse", 503)])
+def test_a_sleeping_server_wakes_or_says_so(
+    engine: FakeEngine, smollm2: Tokenizer, while_sleeping: str, status: int
+) -> None:
+    """/sleep and /wake_up need the admin key. A server that sleeps is healthy; it is ready, and serves, where requests
+    wake it, and is a 503 that names the way out where they do not.
+    """
+    config = ServerConfig(served_model_name=("m",), admin_api_key=("secret",), while_sleeping=while_sleeping)
+    admin = {"authorization": "Bearer secret"}
+    with served(engine, smollm2, config) as url, httpx.Client(base_url=url) as http:
+        assert http.post("/sleep").status_code == http.post("/wake_up").status_code == 401
+        assert http.get("/is_sleeping").json() == {"is_sleeping": False}
+        assert http.post("/sleep", headers=admin).json() == {"is_sleeping": True}
+        assert http.get("/is_sleeping").json() == {"is_sleeping": True}
+        assert http.get("/health").json() == {"status": "sleeping"}
+        assert http.get("/health/ready").status_code == status
+        reply = http.post("/v1/completions", json={"prompt": "Hello"})
+        assert reply.status_code == status
+        if status == 503:
+            assert "/wake_up" in reply.json()["error"]["message"]
+            assert reply.headers["retry-after"]
+        assert http.post("/wake_up", headers=admin).json() == {"is_sleeping": False}
+        assert http.get("/health").json() == {"status": "ok"}

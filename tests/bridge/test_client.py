@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from surefoot.bridge import wire
-from surefoot.bridge.client import EngineClient, Policy
+from surefoot.bridge.client import EngineClient
 from surefoot.bridge.handle import RequestHandle
+from surefoot.bridge.policy import Policy
 from surefoot.bridge.worker import Connection
 from surefoot.config import EngineConfig
 from surefoot.core.engine import Engine

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from surefoot.bridge import supervisor, watch
-from surefoot.bridge.client import EngineClient, Policy
+from surefoot.bridge.client import EngineClient
 from surefoot.bridge.handle import RequestHandle
+from surefoot.bridge.policy import Policy
 from surefoot.config import EngineConfig
 from surefoot.errors import EngineFailure
 from surefoot.testing import expected_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -110,3 +111,12 @@ def test_an_idle_server_gives_its_cache_back() -> None:
         assert server.text(PROMPTS[0], max_tokens=30) == text
         assert server.worker().memory_info().rss > rested + 10 * MIB
         assert server.metric("surefoot:requests_failed_total") == 0
+
+
+def test_a_sleeping_server_has_no_worker_and_wakes_for_a_request(limited: Server) -> None:
+    """/sleep ends the worker, and with it all that it held; the next request gets the text that it would have had."""
+    text, deaths = limited.text("Hello"), limited.metric("surefoot:worker_restarts_total")
+    assert limited.http.post("/sleep", headers=ADMIN).is_success
+    assert psutil.Process(limited.process.pid).children() == []
+    assert limited.text("Hello") == text
+    assert limited.metric("surefoot:worker_restarts_total") == deaths
